@@ -1,0 +1,38 @@
+# `make up` shows the layer working, `make test` proves it; `make help` lists the rest.
+.DEFAULT_GOAL := help
+.PHONY: help setup up test check format bench torture clean
+
+PYTHON := .venv/bin/python
+WORKERS ?= 2
+ARGS ?=
+
+help:  ## list these commands
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup:  ## install what is missing (Debian packages, .venv/); quick when nothing is
+	@tools/setup.sh
+
+up: setup  ## make a demo layer in demo/ and say what to do with it
+	@$(PYTHON) tools/demo.py demo
+
+test: setup  ## run every test on both engines; ARGS="-k fork" narrows it
+	@$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
+
+check: setup  ## format, lint, types, import directions
+	@.venv/bin/ruff format --check .
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+	@$(PYTHON) -m pytest -q tests/test_imports.py
+
+format: setup  ## rewrite the code in the project's format
+	@.venv/bin/ruff format .
+	@.venv/bin/ruff check --fix .
+
+bench: setup  ## measure both engines against a plain table and against DoltLite
+	@$(PYTHON) -m bench $(ARGS)
+
+torture: setup  ## kill -9, concurrency and fuzzing campaigns; takes minutes to hours
+	@$(PYTHON) -m pytest -m torture $(ARGS)
+
+clean:  ## remove .venv/, caches and the demo
+	@rm -rf .venv .setup.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info demo

@@ -1,0 +1,1 @@
+"""The ways in: each translates and authenticates, none decides."""
