@@ -49,9 +49,9 @@ def die_with_parent() -> None:
 class Cluster:
     """One server; `url()` makes a fresh, empty database on it."""
 
-    def __init__(self, fsync: bool = True, **settings: str) -> None:
+    def __init__(self, where: Path, fsync: bool = True, **settings: str) -> None:
         self.bin = binaries()
-        self.home = Path(tempfile.mkdtemp(prefix="layer-pg-"))
+        self.home = Path(tempfile.mkdtemp(prefix="postgres-", dir=where))
         self.data, self.log = self.home / "data", self.home / "log"
         # PostgreSQL refuses to run as root, so root lends it the account Debian made for it.
         self.user = "postgres" if os.geteuid() == 0 else None
@@ -72,7 +72,19 @@ class Cluster:
         self.names = count(1)
         atexit.register(self.remove)
         self._run(
-            [self.bin / "initdb", "-D", self.data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C.UTF-8", "-N"]
+            [
+                self.bin / "initdb",
+                "-D",
+                self.data,
+                "-U",
+                "postgres",
+                "-A",
+                "trust",
+                "-E",
+                "UTF8",
+                "--locale=C.UTF-8",
+                "-N",
+            ]
         )
         self.start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,25 +25,32 @@ hypothesis.settings.load_profile("layer")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Owner tokens of test layers never land in the home of whoever runs the tests, nor does a layer of theirs get touched.
-    config.stash[HOME] = home = tempfile.TemporaryDirectory(prefix="layer-config-")
-    os.environ["XDG_CONFIG_HOME"] = home.name
-    for name in [name for name in os.environ if name.startswith("LAYER_") and not name.startswith("LAYER_TEST_")]:
-        del os.environ[name]
     # Python dies of SIGTERM without a word; as an interrupt it still tears the fixtures down.
     signal.signal(signal.SIGTERM, interrupt)
+    if "LAYER_TEST_HOME" in os.environ:  # a worker shares the home of the process that started it
+        return
+    sweep()
+    home = Path(tempfile.mkdtemp(prefix=f"{HOMES}{os.getpid()}-"))
+    home.chmod(0o711)  # the user postgres passes through
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    # Owner tokens of test layers never land in the home of whoever runs the tests, nor is a layer of theirs touched.
+    for name in [name for name in os.environ if name.startswith("LAYER_") and not name.startswith("LAYER_TEST_")]:
+        del os.environ[name]
+    os.environ |= {"LAYER_TEST_HOME": str(home), "XDG_CONFIG_HOME": str(home / "config")}
 
 
-HOME: pytest.StashKey[tempfile.TemporaryDirectory[str]] = pytest.StashKey()
+HOMES = "layer-tests-"
+
+
+def sweep() -> None:
+    """Remove what a test run left that was killed before it could."""
+    for home in Path(tempfile.gettempdir()).glob(f"{HOMES}*"):
+        if not Path("/proc", home.name.removeprefix(HOMES).partition("-")[0]).exists():
+            shutil.rmtree(home, ignore_errors=True)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if home := config.stash.get(HOME, None):
-        home.cleanup()
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +62,7 @@ def postgres_cluster() -> Iterator[Callable[..., Cluster]]:
         key = (("fsync", fsync), *sorted(settings.items()))
         if key not in clusters:
             try:
-                clusters[key] = Cluster(fsync, **settings)
+                clusters[key] = Cluster(Path(os.environ["LAYER_TEST_HOME"]), fsync, **settings)
             except Missing as missing:
                 pytest.fail(str(missing), pytrace=False)
         return clusters[key]
