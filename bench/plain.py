@@ -1,0 +1,90 @@
+"""The yardstick: the same rows in an ordinary table, with the same driver and the same durability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import apsw
+import psycopg
+from psycopg.rows import dict_row
+
+Read = Callable[..., list[Any]]  # sql with `?`, params
+
+
+class PlainSqlite:
+    """One apsw connection, WAL with `synchronous=FULL` as the layer has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.connection = apsw.Connection(str(path))
+        self.connection.pragma("journal_mode", "wal")
+        self.connection.pragma("synchronous", "full")
+        self.connection.execute(
+            "create table item (id integer primary key, name text not null, grp integer, owner text, qty integer)"
+        )
+        self.connection.execute("create index item_grp on item (grp)")
+
+    @contextmanager
+    def second(self) -> Iterator[Any]:
+        with closing(apsw.Connection(self.connection.filename)) as connection:
+            yield connection
+
+    @staticmethod
+    def read(connection: Any) -> Read:
+        return lambda sql, params=(): connection.execute(sql, params).fetchall()
+
+    def dicts(self, sql: str, params: Sequence[object]) -> list[dict[str, Any]]:
+        cursor = self.connection.execute(sql, params)
+        names = [column[0] for column in cursor.get_description()]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    def write(self, sql: str, params: Sequence[object]) -> None:
+        self.connection.execute(sql, params)
+
+    def write_many(self, sql: str, many: Iterable[Sequence[object]]) -> None:
+        self.connection.execute("begin immediate")
+        self.connection.executemany(sql, many)
+        self.connection.execute("commit")
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class PlainPostgres:
+    """One psycopg connection in autocommit; statements are prepared as psycopg does by itself."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.connection = psycopg.connect(url, autocommit=True)
+        self.connection.execute(
+            "create table item (id bigint primary key, name text not null, grp bigint, owner text, qty bigint)"
+        )
+        self.connection.execute("create index item_grp on item (grp)")
+        self.dict_cursor = self.connection.cursor(row_factory=dict_row)
+
+    @contextmanager
+    def second(self) -> Iterator[Any]:
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            yield connection
+
+    @staticmethod
+    def read(connection: Any) -> Read:
+        return lambda sql, params=(): connection.execute(sql.replace("?", "%s"), params).fetchall()
+
+    def dicts(self, sql: str, params: Sequence[object]) -> list[dict[str, Any]]:
+        return self.dict_cursor.execute(sql.replace("?", "%s"), params).fetchall()
+
+    def write(self, sql: str, params: Sequence[object]) -> None:
+        self.connection.execute(sql.replace("?", "%s"), params)
+
+    def write_many(self, sql: str, many: Iterable[Sequence[object]]) -> None:
+        with self.connection.transaction():
+            self.connection.cursor().executemany(sql.replace("?", "%s"), many)
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+Plain = PlainSqlite | PlainPostgres
