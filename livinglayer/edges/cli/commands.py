@@ -1,0 +1,544 @@
+"""The commands of `layer`, one function each. A function's first docstring line is its help."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import livinglayer
+from livinglayer import Layer
+from livinglayer.edges.cli import locate
+from livinglayer.edges.cli.table import DIM, GREEN, RED, Printer
+from livinglayer.errors import Invalid, NotFound
+
+Arguments = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: its function, its arguments and which of the shared flags mean something to it."""
+
+    name: str
+    run: Callable[..., int | None]
+    arguments: Arguments
+    flags: frozenset[str]
+    opens: bool
+
+    @property
+    def help(self) -> str:
+        return (self.run.__doc__ or "").partition("\n")[0]
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def arg(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, options
+
+
+def command(
+    name: str, *arguments: tuple[tuple[str, ...], dict[str, Any]], flags: str = "", opens: bool = True
+) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
+    """Register a command; with `opens` its function gets the open layer first."""
+
+    def register(run: Callable[..., int | None]) -> Callable[..., int | None]:
+        COMMANDS[name] = Command(name, run, arguments, frozenset(flags.split()), opens)
+        return run
+
+    return register
+
+
+# -- words on the command line ----------------------------------------------------------------------------------------
+
+
+def value(word: str) -> Any:
+    """A value as people type it: JSON where it is JSON (3, 2.5, true, null, "3"), else the text itself."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
+def moment(word: str) -> int | datetime:
+    """A tx number, or a time; a time without a zone is local."""
+    if word.isdecimal():
+        return int(word)
+    try:
+        return datetime.fromisoformat(word).astimezone()
+    except ValueError:
+        raise Invalid(
+            f"{word!r} is neither a tx number nor a time", hint="42, 2026-03-01 or 2026-03-01T12:00:00Z"
+        ) from None
+
+
+def pairs(words: list[str] | None, what: str) -> dict[str, Any]:
+    found = {}
+    for word in words or ():
+        name, equals, rest = word.partition("=")
+        if not equals or not name:
+            raise Invalid(f"{what} {word!r} is not NAME=VALUE", hint="-p n=2")
+        found[name] = value(rest)
+    return found
+
+
+@contextlib.contextmanager
+def progress(doing: str) -> Iterator[None]:
+    """Show on a terminal that long work goes on."""
+    done = threading.Event()
+
+    def show() -> None:
+        start = time.monotonic()
+        while not done.wait(0.5):
+            print(f"\r{doing} … {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+# -- the layer itself -------------------------------------------------------------------------------------------------
+
+
+@command(
+    "init",
+    arg("directory", nargs="?", default=None, metavar="DIR", help="where (default: the current directory)"),
+    arg("--db", metavar="URL", help="keep the data in this PostgreSQL database instead of in DIR"),
+    opens=False,
+)
+def init(args: Namespace, out: Printer) -> None:
+    """Make a layer in a directory, embedded or standing for a PostgreSQL database; an existing one is left as it is."""
+    if args.directory and args.dir:
+        raise Invalid("init was given DIR and --dir", hint="layer init DIR")
+    home = Path(args.directory or args.dir or ".")
+    if args.db and not locate.is_url(args.db):
+        raise Invalid(f"{args.db!r} is no PostgreSQL URL", hint="--db postgresql://user@host/database")
+    locate.check_free(home, args.db or locate.configured(home))
+    url = args.db or locate.configured(home)
+    existed = (home / locate.HOME).is_dir()
+    livinglayer.open(url or str(home), create=True).close()
+    if url:
+        locate.configure(home, url)
+    place = str((home / locate.HOME).resolve())
+    out.say(
+        f"{'There was already a layer' if existed else 'Made a layer'} in {place}{f' for {locate.hide_password(url)}' if url else ''}"
+    )
+    out.data(
+        {"directory": str(home.resolve()), "db": locate.hide_password(url) if url else None, "created": not existed}
+    )
+
+
+@command(
+    "schema",
+    arg("entity", nargs="?", help="one entity (default: all that are not the system's)"),
+    flags="as branch as_of",
+)
+def schema(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Show entities and their fields, on a branch and at a time if asked."""
+    at = reading(args)
+    entities = layer.query("select * from entity order by name", **at)
+    fields = layer.query("select * from field order by id", **at)
+    if args.entity:
+        entities = [entity for entity in entities if entity["name"] == args.entity]
+        if not entities:
+            raise NotFound(f"there is no entity {args.entity!r}", hint="layer schema")
+    shown = [
+        {"entity": entity["name"]} | {name: field[name] for name in field if name not in ("id", "entity")}
+        for entity in entities
+        for field in fields
+        if field["entity"] in (entity["id"], entity["name"])
+    ]
+    out.rows(shown, noun="field")
+
+
+def reading(args: Namespace) -> dict[str, Any]:
+    """The shared flags of a read, as `layer.query` takes them."""
+    return {
+        "branch": args.branch or "main",
+        "as_of": moment(args.as_of) if args.as_of else None,
+        "principal": getattr(args, "as"),
+    }
+
+
+@command(
+    "query",
+    arg("sql", help="one SELECT over entity names; - reads it from standard input"),
+    arg("-p", "--param", action="append", metavar="NAME=VALUE", help="a value for :NAME in the SQL; may be repeated"),
+    flags="as branch as_of timeout limit",
+)
+def query(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Read with SQL: any SELECT over entities, their __history and the system's tables; nothing can be written."""
+    sql = sys.stdin.read() if args.sql == "-" else args.sql
+    params = pairs(args.param, "the parameter")
+    out.rows(layer.query(sql, params, timeout=args.timeout, limit=args.limit, **reading(args)))
+
+
+@command("log", arg("-n", type=int, default=20, metavar="COUNT", help="how many (default: 20)"), flags="as branch")
+def log(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Show the latest transactions: number, time, branch, who and why."""
+    where = "where branch = :branch" if args.branch else ""
+    rows = layer.query(
+        f"select * from tx {where} order by tx desc limit {max(0, args.n)}",
+        {"branch": args.branch} if args.branch else {},
+        principal=getattr(args, "as"),
+    )
+    out.rows(
+        rows if out.json else seconds(rows), columns=("tx", "at", "branch", "principal", "reason"), noun="transaction"
+    )
+
+
+def seconds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with their times to the second, which is what fits a line."""
+    return [
+        {name: item.replace(microsecond=0) if isinstance(item, datetime) else item for name, item in row.items()}
+        for row in rows
+    ]
+
+
+# -- branches ---------------------------------------------------------------------------------------------------------
+
+
+@command("branches", flags="as")
+def branches(layer: Layer, args: Namespace, out: Printer) -> None:
+    """List the branches, with what they were forked from."""
+    rows = layer.query("select * from branch order by name", principal=getattr(args, "as"))
+    columns = [name for name in ("name", "parent", "fork_tx", "status") if rows and name in rows[0]]
+    out.rows(rows, columns=columns, noun="branch")
+
+
+@command(
+    "fork",
+    arg("name", help="the new branch"),
+    arg("--from", dest="source", metavar="BRANCH", help="what to fork (default: --branch, else main)"),
+    arg(
+        "--slice",
+        action="append",
+        metavar="ENTITY[=PREDICATE]",
+        help="only this entity, and only its rows that match; may be repeated, entities not named are not there",
+    ),
+    flags="branch as_of",
+)
+def fork(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Open a branch: everything or a slice of it, to change freely; costs one row whatever the size."""
+    cuts = None
+    if args.slice:
+        cuts = {entity: predicate or None for entity, _, predicate in (word.partition("=") for word in args.slice)}
+    source = args.source or args.branch or "main"
+    layer.fork(args.name, source=source, slice=cuts, as_of=moment(args.as_of) if args.as_of else None)
+    out.say(f"Forked {args.name} from {source}; work on it with --branch {args.name}")
+    out.data({"branch": args.name, "source": source})
+
+
+@command(
+    "diff", arg("name", help="the branch"), arg("target", nargs="?", default="main", help="against (default: main)")
+)
+def diff(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Show what a branch changed since it was forked or last merged, row by row and field by field."""
+    changes(layer.diff(args.name, args.target), out)
+
+
+def changes(found: list[dict[str, Any]], out: Printer) -> None:
+    if out.json:
+        out.data([flat(change) for change in found])
+        return
+    shown = []
+    for change in found:
+        head = {"entity": change["entity"], "id": change["id"], "op": change["op"]}
+        for name, (before, after) in (change["fields"] or {"": (None, None)}).items():
+            shown.append(head | {"field": name, "before": before, "after": after})
+    if shown:
+        out.table(("entity", "id", "op", "field", "before", "after"), shown)
+    out.say(f"{len(found)} {'row' if len(found) == 1 else 'rows'} changed", DIM)
+
+
+def flat(change: dict[str, Any]) -> dict[str, Any]:
+    fields = {name: {"before": before, "after": after} for name, (before, after) in change["fields"].items()}
+    return change | {"fields": fields}
+
+
+@command(
+    "merge",
+    arg("name", help="the branch"),
+    arg("target", nargs="?", default="main", help="into (default: main)"),
+    arg("--preview", action="store_true", help="say what would happen and change nothing"),
+    flags="reason",
+)
+def merge(layer: Layer, args: Namespace, out: Printer) -> int:
+    """Bring a branch's changes into another, all or none; conflicts are listed and exit 5."""
+    result = layer.merge(args.name, args.target, preview=args.preview, reason=args.reason)
+    out.data(
+        {
+            "applied": result.applied,
+            "tx": result.tx,
+            "changes": [flat(change) for change in result.changes],
+            "conflicts": list(result.conflicts),
+        }
+    )
+    if result.conflicts:
+        if not out.json:
+            show_conflicts(list(result.conflicts), out)
+            print(f"layer: {args.name!r} conflicts with {args.target!r}; nothing was merged", file=sys.stderr)
+            print(
+                f"hint: layer resolve ID VALUE, or --take ours|theirs, then layer merge {args.name} again",
+                file=sys.stderr,
+            )
+        return 5
+    if not out.json and args.preview:
+        changes(list(result.changes), out)
+        out.say("Nothing conflicts; nothing was changed: this was a preview")
+    elif result.applied:
+        out.say(f"Merged {args.name} into {args.target} in tx {result.tx}: {len(result.changes)} rows", GREEN)
+    else:
+        out.say(f"{args.name} has nothing that {args.target} lacks")
+    return 0
+
+
+CONFLICT = ("id", "branch", "target", "entity", "row", "field", "base", "ours", "theirs")
+
+
+def show_conflicts(found: list[dict[str, Any]], out: Printer) -> None:
+    out.rows(found, columns=CONFLICT, noun="conflict")
+
+
+@command("conflicts", arg("name", nargs="?", help="of this branch (default: of all)"))
+def conflicts(layer: Layer, args: Namespace, out: Printer) -> None:
+    """List the conflicts that keep branches from merging."""
+    show_conflicts(list(layer.conflicts(args.name)), out)
+
+
+@command(
+    "resolve",
+    arg("conflict", type=int, help="its id, from `layer conflicts`"),
+    arg("value", nargs="?", help="the value to keep: JSON, or plain text"),
+    arg("--take", choices=("ours", "theirs"), help="keep the branch's value (ours) or the target's (theirs)"),
+    flags="reason",
+)
+def resolve(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Settle a conflict, with a value or by taking a side; then merge again."""
+    if (args.value is None) == (args.take is None):
+        raise Invalid("resolve needs a value or --take, and not both", hint="layer resolve 7 --take ours")
+    given = {"take": args.take} if args.take else {"value": value(args.value)}
+    layer.resolve(args.conflict, **given)
+    out.say(f"Conflict {args.conflict} is resolved")
+    out.data({"conflict": args.conflict, "open": len(layer.conflicts())})
+
+
+@command("discard", arg("name", help="the branch"))
+def discard(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Give a branch up: it can no longer be read, written or merged."""
+    layer.discard(args.name)
+    out.say(f"Discarded {args.name}")
+    out.data({"discarded": args.name})
+
+
+# -- authority --------------------------------------------------------------------------------------------------------
+
+WHO = arg("principal", help="a principal or a role")
+ACTION = arg("action", help="read, insert, update, delete, write, fork, merge, grant, impersonate, call or *")
+RESOURCE = arg("resource", help="an entity, entity.field, entity/ID, branch:NAME, function:NAME or *")
+
+
+@command("can", WHO, ACTION, RESOURCE, flags="as_of")
+def can(layer: Layer, args: Namespace, out: Printer) -> int:
+    """Ask whether somebody may do something, and which permissions decide; exits 1 when the answer is no."""
+    decision = layer.can(args.principal, args.action, args.resource, as_of=moment(args.as_of) if args.as_of else None)
+    out.data({"allowed": decision.allowed, "reason": decision.reason, "rows": list(decision.rows)})
+    out.say("yes" if decision.allowed else "no", GREEN if decision.allowed else RED)
+    if decision.reason:
+        out.say(decision.reason)
+    if decision.rows and not out.json:
+        out.rows(list(decision.rows), noun="permission")
+    return 0 if decision.allowed else 1
+
+
+@command(
+    "grant",
+    WHO,
+    ACTION,
+    arg("resource", help="an entity, entity.field, branch:NAME, function:NAME or *"),
+    arg("--where", metavar="PREDICATE", help="only rows that match, such as 'owner = :me'"),
+    arg("--fields", metavar="A,B", help="only these fields"),
+    arg("--deny", action="store_true", help="forbid instead; a denial wins over any permission"),
+    arg("--valid-from", metavar="TIME", help="holds from then on"),
+    arg("--valid-to", metavar="TIME", help="holds until then"),
+    arg("--delegable", action="store_true", help="may be passed on, narrowed but never widened"),
+    flags="branch reason",
+)
+def grant(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Permit (or with --deny forbid) a principal or role an action; without a permission the answer is no."""
+    permission = layer.grant(
+        args.principal,
+        args.action,
+        args.resource,
+        where=args.where,
+        fields=[name.strip() for name in args.fields.split(",")] if args.fields else None,
+        branch=args.branch,
+        effect="deny" if args.deny else "allow",
+        reason=args.reason,
+        valid_from=clock(args.valid_from),
+        valid_to=clock(args.valid_to),
+        delegable=args.delegable,
+    )
+    out.say(
+        f"{'Denied' if args.deny else 'Granted'} {args.principal} {args.action} {args.resource}: permission {permission}"
+    )
+    out.data({"permission": permission})
+
+
+def clock(word: str | None) -> datetime | None:
+    if word is None:
+        return None
+    found = moment(word)
+    if isinstance(found, int):
+        raise Invalid(f"{word!r} is no time", hint="2026-03-01 or 2026-03-01T12:00:00Z")
+    return found
+
+
+@command(
+    "revoke", arg("permission", type=int, help="its id, from `layer query 'select * from permission'`"), flags="reason"
+)
+def revoke(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Take a permission back; its history stays."""
+    layer.revoke(args.permission)
+    out.say(f"Revoked permission {args.permission}")
+    out.data({"revoked": args.permission})
+
+
+# -- trust ------------------------------------------------------------------------------------------------------------
+
+
+@command("verify")
+def verify(layer: Layer, args: Namespace, out: Printer) -> int:
+    """Reread everything and recompute the chain of hashes; names the first transaction that is not as written, exits 1."""
+    with progress("Verifying"):
+        report = layer.verify()
+    problems = [{"tx": tx, "problem": problem} for tx, problem in report.problems]
+    out.data({"ok": report.ok, "tx": report.tx, "rows": report.rows, "problems": problems})
+    if report.ok:
+        out.say(f"All is as it was written, up to tx {report.tx}: {report.rows} rows", GREEN)
+        return 0
+    if not out.json:
+        out.rows(problems, columns=("tx", "problem"), noun="problem")
+        first = next((problem["tx"] for problem in problems if problem["tx"] is not None), None)
+        where = f"the first bad transaction is tx {first}" if first is not None else "outside any one transaction"
+        print(f"layer: the stored content is not what was written: {where}", file=sys.stderr)
+        print("hint: layer restore BACKUP DIR brings back the last good copy", file=sys.stderr)
+    return 1
+
+
+@command("backup", arg("destination", metavar="DEST", help="a directory that does not exist yet"))
+def backup(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Copy the whole layer, while it is in use, into a directory that is itself an embedded layer."""
+    with progress("Backing up"):
+        layer.backup(args.destination)
+    out.say(f"Backed up to {args.destination}")
+    out.data({"backup": args.destination})
+
+
+@command(
+    "restore",
+    arg("backup", help="a directory made by `layer backup`"),
+    arg("directory", nargs="?", default=None, metavar="DIR", help="where (default: the current directory)"),
+    arg("--db", metavar="URL", help="into this PostgreSQL database instead"),
+    opens=False,
+)
+def restore(args: Namespace, out: Printer) -> None:
+    """Make a layer from a backup, on either engine; refuses a place that already holds one."""
+    if args.directory and args.dir:
+        raise Invalid("restore was given DIR and --dir", hint="layer restore BACKUP DIR")
+    home = Path(args.directory or args.dir or ".")
+    if args.db and not locate.is_url(args.db):
+        raise Invalid(f"{args.db!r} is no PostgreSQL URL", hint="--db postgresql://user@host/database")
+    locate.check_free(home, args.db)
+    with progress("Restoring"):
+        livinglayer.restore(args.backup, args.db or str(home))
+    if args.db:
+        locate.configure(home, args.db)
+    out.say(f"Restored {args.backup} to {home.resolve()}")
+    out.data({"restored": args.backup, "directory": str(home.resolve())})
+
+
+FORMATS = ("jsonl", "csv", "parquet")
+
+
+def chosen_format(args: Namespace) -> str:
+    suffix = Path(args.path).suffix.removeprefix(".")
+    return str(args.format or (suffix if suffix in FORMATS else "jsonl"))
+
+
+@command(
+    "export",
+    arg("entity"),
+    arg("path", help="the file; - writes to standard output"),
+    arg("--format", choices=FORMATS, help="default: by the file's name, else jsonl"),
+    flags="branch as_of",
+)
+def export(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Write an entity's rows to a file, exactly: values come back as they were."""
+    with tempfile.TemporaryDirectory() as spare, progress("Exporting"):
+        path = str(Path(spare, "rows")) if args.path == "-" else args.path
+        layer.export(
+            args.entity,
+            path,
+            format=chosen_format(args),
+            branch=args.branch or "main",
+            as_of=moment(args.as_of) if args.as_of else None,
+        )
+        if args.path == "-":
+            with open(path, "rb") as file:
+                shutil.copyfileobj(file, sys.stdout.buffer)
+            return
+    out.say(f"Exported {args.entity} to {args.path}")
+    out.data({"entity": args.entity, "path": args.path})
+
+
+@command(
+    "import",
+    arg("entity"),
+    arg("path", help="the file"),
+    arg("--format", choices=FORMATS, help="default: by the file's name, else jsonl"),
+    flags="branch reason",
+)
+def import_(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Insert the rows of a file into an entity, all or none."""
+    with progress("Importing"):
+        given: dict[str, Any] = {"reason": args.reason} if args.reason else {}
+        layer.import_(args.entity, args.path, format=chosen_format(args), branch=args.branch or "main", **given)
+    out.say(f"Imported {args.path} into {args.entity}")
+    out.data({"entity": args.entity, "path": args.path})
+
+
+@command(
+    "prune",
+    arg("before", help="forget versions that ended before this tx number or time"),
+    arg("--yes", action="store_true", help="really do it: what is pruned cannot be read again"),
+)
+def prune(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Forget old versions of rows, up to a point; the live rows stay and the chain still verifies."""
+    before = moment(args.before)
+    if not args.yes:
+        raise Invalid(
+            "pruned history cannot be read again", hint=f"layer prune {args.before} --yes, after a layer backup"
+        )
+    with progress("Pruning"):
+        layer.prune(before=before)
+    out.say(f"Pruned what ended before {args.before}")
+    out.data({"pruned_before": args.before})
