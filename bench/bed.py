@@ -38,7 +38,7 @@ class Bed:
         with self.layer.transaction(reason="the moment to look back to") as tx:
             tx.update("item", self.ids[0], {"qty": 0})
         self.as_of: int = tx.number
-        before = self.plain.dicts(SCAN, ())
+        before = totals(self.plain.dicts(SCAN, ()))
         self.change(self.some(count // 10))
         parent = "main"
         for depth in range(1, DEPTH + 1):
@@ -47,8 +47,8 @@ class Bed:
             self.change(self.some(max(10, count // (100 if depth == 1 else 1000))), branch=parent)
         self.change(self.some(count // 100))  # main goes on after the fork, as it does in life
         self.settle()
-        for view, expected in (({"as_of": self.as_of}, before), ({}, self.plain.dicts(SCAN, ()))):
-            if (found := self.layer.query(SCAN, **view)) != expected:
+        for view, expected in (({"as_of": self.as_of}, before), ({}, totals(self.plain.dicts(SCAN, ())))):
+            if (found := totals(self.layer.query(SCAN, **view))) != expected:
                 raise RuntimeError(f"the layer holds {found} where the plain table held {expected} ({view})")
 
     def some(self, rows: int) -> list[int]:
@@ -95,3 +95,7 @@ class Bed:
     def close(self) -> None:
         self.layer.close()
         self.plain.close()
+
+
+def totals(rows: list[dict[str, Any]]) -> list[int]:
+    return [int(value) for value in rows[0].values()]
