@@ -24,20 +24,11 @@ OLDEST = 15
 MISSING = f"PostgreSQL {OLDEST} or newer is not installed in /usr/lib/postgresql: `make setup` installs it"
 
 
-class Missing(Exception):
-    """There is no PostgreSQL to start."""
-
-
-def binaries() -> Path:
-    """The newest installed PostgreSQL's bin directory."""
-    found = [
-        path
-        for path in Path("/usr/lib/postgresql").glob("*/bin")
-        if path.parent.name.isdigit() and int(path.parent.name) >= OLDEST and (path / "initdb").exists()
-    ]
-    if not found:
-        raise Missing(MISSING)
-    return max(found, key=lambda path: int(path.parent.name))
+def installed() -> list[Path]:
+    """The bin directories of the PostgreSQL versions that are there, oldest first."""
+    found = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if (path / "initdb").exists()]
+    versions = {int(path.parent.name): path for path in found if path.parent.name.isdigit()}
+    return [versions[number] for number in sorted(versions) if number >= OLDEST]
 
 
 def die_with_parent() -> None:
@@ -50,7 +41,7 @@ class Cluster:
     """One server; `url()` makes a fresh, empty database on it."""
 
     def __init__(self, where: Path, fsync: bool = True, **settings: str) -> None:
-        self.bin = binaries()
+        self.bin = installed()[-1]
         self.home = Path(tempfile.mkdtemp(prefix="postgres-", dir=where))
         self.data, self.log = self.home / "data", self.home / "log"
         # PostgreSQL refuses to run as root, so root lends it the account Debian made for it.

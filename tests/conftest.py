@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from cluster import Cluster, Missing
+from cluster import MISSING, Cluster, installed
 
 if TYPE_CHECKING:
     from livinglayer import Layer
@@ -61,10 +61,9 @@ def postgres_cluster() -> Iterator[Callable[..., Cluster]]:
     def get(fsync: bool = bool(os.environ.get("LAYER_TEST_FSYNC")), **settings: str) -> Cluster:
         key = (("fsync", fsync), *sorted(settings.items()))
         if key not in clusters:
-            try:
-                clusters[key] = Cluster(Path(os.environ["LAYER_TEST_HOME"]), fsync, **settings)
-            except Missing as missing:
-                pytest.fail(str(missing), pytrace=False)
+            if not installed():
+                pytest.fail(MISSING, pytrace=False)
+            clusters[key] = Cluster(Path(os.environ["LAYER_TEST_HOME"]), fsync, **settings)
         return clusters[key]
 
     yield get
