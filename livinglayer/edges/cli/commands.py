@@ -148,25 +148,42 @@ def init(args: Namespace, out: Printer) -> None:
 
 @command(
     "schema",
-    arg("entity", nargs="?", help="one entity (default: all that are not the system's)"),
+    arg("entity", nargs="?", help="one entity, which may be the system's (default: all but the system's)"),
     flags="as branch as_of",
 )
 def schema(layer: Layer, args: Namespace, out: Printer) -> None:
     """Show entities and their fields, on a branch and at a time if asked."""
-    at = reading(args)
-    entities = layer.query("select * from entity order by name", **at)
-    fields = layer.query("select * from field order by id", **at)
-    if args.entity:
-        entities = [entity for entity in entities if entity["name"] == args.entity]
-        if not entities:
-            raise NotFound(f"there is no entity {args.entity!r}", hint="layer schema")
-    shown = [
-        {"entity": entity["name"]} | {name: field[name] for name in field if name not in ("id", "entity")}
-        for entity in entities
-        for field in fields
-        if field["entity"] in (entity["id"], entity["name"])
+    where = "e.name = :name" if args.entity else "not e.system"
+    rows = layer.query(
+        f"select f.*, e.name as of_entity from entity e join field f on f.entity = e.id where {where} order by e.name, f.id",
+        {"name": args.entity} if args.entity else {},
+        **reading(args),
+    )
+    if args.entity and not rows:
+        raise NotFound(f"there is no entity {args.entity!r}", hint="layer schema")
+    fields = [
+        {
+            "entity": row["of_entity"],
+            "field": row["name"],
+            "type": row["type"],
+            "to": row["target"],
+            "on_delete": row["on_delete"] if row["target"] else None,
+            "required": row["required"],
+            "unique": row["uniq"],
+            "indexed": row["indexed"],
+            "default": row["initial"],
+            "check": row["rule"],
+            "options": row["options"],
+            "description": row["description"],
+            "annotations": row["annotations"],
+        }
+        for row in rows
     ]
-    out.rows(shown, noun="field")
+    # People are spared the columns that say nothing about any of these fields.
+    telling = [
+        name for name in (fields[0] if fields else ()) if any(field[name] not in (None, False) for field in fields)
+    ]
+    out.rows(fields, columns=telling, noun="field")
 
 
 def reading(args: Namespace) -> dict[str, Any]:
@@ -218,10 +235,13 @@ def seconds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @command("branches", flags="as")
 def branches(layer: Layer, args: Namespace, out: Printer) -> None:
-    """List the branches, with what they were forked from."""
-    rows = layer.query("select * from branch order by name", principal=getattr(args, "as"))
-    columns = [name for name in ("name", "parent", "fork_tx", "status") if rows and name in rows[0]]
-    out.rows(rows, columns=columns, noun="branch")
+    """List the branches, with what they were forked from and when."""
+    rows = layer.query(
+        "select b.name, p.name as parent, b.fork_tx, b.slice, b.status"
+        " from branch b left join branch p on p.id = b.parent order by b.id",
+        principal=getattr(args, "as"),
+    )
+    out.rows(rows, noun="branch")
 
 
 @command(
@@ -343,7 +363,7 @@ def resolve(layer: Layer, args: Namespace, out: Printer) -> None:
 
 @command("discard", arg("name", help="the branch"))
 def discard(layer: Layer, args: Namespace, out: Printer) -> None:
-    """Give a branch up: it can no longer be read, written or merged."""
+    """Give a branch up: it can no longer be written or merged; what happened on it stays readable."""
     layer.discard(args.name)
     out.say(f"Discarded {args.name}")
     out.data({"discarded": args.name})
