@@ -35,9 +35,8 @@ class Bed:
             self.plain.write_many(INSERT, [(id, *values.values()) for id, values in zip(ids, rows, strict=True)])
             self.ids.extend(ids)
         self.serial = 10**6
-        with self.layer.transaction(reason="the moment to look back to") as tx:
-            tx.update("item", self.ids[0], {"qty": 0})
-        self.as_of: int = tx.number
+        self.as_of: int = self.layer.update("item", self.ids[0], {"qty": 1}, reason="the moment to look back to")
+        self.plain.write(UPDATE, (1, self.ids[0]))
         before = totals(self.plain.dicts(SCAN, ()))
         self.change(self.some(count // 10))
         parent = "main"

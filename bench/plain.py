@@ -15,12 +15,11 @@ Read = Callable[..., list[Any]]  # sql with `?`, params
 
 
 class PlainSqlite:
-    """One apsw connection, WAL with `synchronous=FULL` as the layer has it."""
+    """One apsw connection with the layer's own settings: WAL, `synchronous=FULL`, 16 MB of cache."""
 
     def __init__(self, path: Path) -> None:
-        self.connection = apsw.Connection(str(path))
+        self.connection = self.connect(str(path))
         self.connection.pragma("journal_mode", "wal")
-        self.connection.pragma("synchronous", "full")
         self.connection.execute(
             "create table item (id integer primary key, name text not null, grp integer, owner text, qty integer)"
         )
@@ -28,8 +27,14 @@ class PlainSqlite:
 
     @contextmanager
     def second(self) -> Iterator[Any]:
-        with closing(apsw.Connection(self.connection.filename)) as connection:
+        with closing(self.connect(self.connection.filename)) as connection:
             yield connection
+
+    @staticmethod
+    def connect(path: str) -> apsw.Connection:
+        connection = apsw.Connection(path)
+        connection.execute("pragma synchronous = full; pragma wal_autocheckpoint = 2000; pragma cache_size = -16000")
+        return connection
 
     @staticmethod
     def read(connection: Any) -> Read:
