@@ -20,7 +20,7 @@ import livinglayer
 from livinglayer import Layer
 from livinglayer.edges.cli import locate
 from livinglayer.edges.cli.table import DIM, GREEN, RED, Printer
-from livinglayer.errors import Invalid, NotFound
+from livinglayer.errors import Invalid, NotFound, Unauthenticated
 
 Arguments = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
 
@@ -191,8 +191,13 @@ def reading(args: Namespace) -> dict[str, Any]:
     return {
         "branch": args.branch or "main",
         "as_of": moment(args.as_of) if args.as_of else None,
-        "principal": getattr(args, "as"),
+        "principal": acting(args),
     }
+
+
+def acting(args: Namespace) -> str | None:
+    """Who `--as` says acts; else whoever's token is found."""
+    return str(name) if (name := getattr(args, "as")) is not None else None
 
 
 @command(
@@ -215,7 +220,7 @@ def log(layer: Layer, args: Namespace, out: Printer) -> None:
     rows = layer.query(
         f"select * from tx {where} order by tx desc limit {max(0, args.n)}",
         {"branch": args.branch} if args.branch else {},
-        principal=getattr(args, "as"),
+        principal=acting(args),
     )
     out.rows(
         rows if out.json else seconds(rows), columns=("tx", "at", "branch", "principal", "reason"), noun="transaction"
@@ -239,7 +244,7 @@ def branches(layer: Layer, args: Namespace, out: Printer) -> None:
     rows = layer.query(
         "select b.name, p.name as parent, b.fork_tx, b.slice, b.status"
         " from branch b left join branch p on p.id = b.parent order by b.id",
-        principal=getattr(args, "as"),
+        principal=acting(args),
     )
     out.rows(rows, noun="branch")
 
@@ -254,7 +259,7 @@ def branches(layer: Layer, args: Namespace, out: Printer) -> None:
         metavar="ENTITY[=PREDICATE]",
         help="only this entity, and only its rows that match; may be repeated, entities not named are not there",
     ),
-    flags="branch as_of",
+    flags="as branch as_of reason",
 )
 def fork(layer: Layer, args: Namespace, out: Printer) -> None:
     """Open a branch: everything or a slice of it, to change freely; costs one row whatever the size."""
@@ -262,17 +267,26 @@ def fork(layer: Layer, args: Namespace, out: Printer) -> None:
     if args.slice:
         cuts = {entity: predicate or None for entity, _, predicate in (word.partition("=") for word in args.slice)}
     source = args.source or args.branch or "main"
-    layer.fork(args.name, source=source, slice=cuts, as_of=moment(args.as_of) if args.as_of else None)
+    layer.fork(
+        args.name,
+        source=source,
+        slice=cuts,
+        as_of=moment(args.as_of) if args.as_of else None,
+        reason=args.reason,
+        principal=acting(args),
+    )
     out.say(f"Forked {args.name} from {source}; work on it with --branch {args.name}")
     out.data({"branch": args.name, "source": source})
 
 
-@command(
-    "diff", arg("name", help="the branch"), arg("target", nargs="?", default="main", help="against (default: main)")
-)
+BRANCH = arg("name", metavar="BRANCH")
+PARENT = arg("target", nargs="?", metavar="PARENT", help="the branch it was forked from, which is the default")
+
+
+@command("diff", BRANCH, PARENT, flags="as")
 def diff(layer: Layer, args: Namespace, out: Printer) -> None:
     """Show what a branch changed since it was forked or last merged, row by row and field by field."""
-    changes(layer.diff(args.name, args.target), out)
+    changes(layer.diff(args.name, args.target, principal=acting(args)), out)
 
 
 def changes(found: list[dict[str, Any]], out: Printer) -> None:
@@ -296,14 +310,15 @@ def flat(change: dict[str, Any]) -> dict[str, Any]:
 
 @command(
     "merge",
-    arg("name", help="the branch"),
-    arg("target", nargs="?", default="main", help="into (default: main)"),
+    BRANCH,
+    PARENT,
     arg("--preview", action="store_true", help="say what would happen and change nothing"),
-    flags="reason",
+    flags="as reason",
 )
 def merge(layer: Layer, args: Namespace, out: Printer) -> int:
-    """Bring a branch's changes into another, all or none; conflicts are listed and exit 5."""
-    result = layer.merge(args.name, args.target, preview=args.preview, reason=args.reason)
+    """Bring a branch's changes into its parent, all or none; conflicts are listed and exit 5."""
+    result = layer.merge(args.name, args.target, preview=args.preview, reason=args.reason, principal=acting(args))
+    target = args.target or "its parent"
     out.data(
         {
             "applied": result.applied,
@@ -315,7 +330,7 @@ def merge(layer: Layer, args: Namespace, out: Printer) -> int:
     if result.conflicts:
         if not out.json:
             show_conflicts(list(result.conflicts), out)
-            print(f"layer: {args.name!r} conflicts with {args.target!r}; nothing was merged", file=sys.stderr)
+            print(f"layer: {args.name!r} conflicts with {target}; nothing was merged", file=sys.stderr)
             print(
                 f"hint: layer resolve ID VALUE, or --take ours|theirs, then layer merge {args.name} again",
                 file=sys.stderr,
@@ -325,9 +340,9 @@ def merge(layer: Layer, args: Namespace, out: Printer) -> int:
         changes(list(result.changes), out)
         out.say("Nothing conflicts; nothing was changed: this was a preview")
     elif result.applied:
-        out.say(f"Merged {args.name} into {args.target} in tx {result.tx}: {len(result.changes)} rows", GREEN)
+        out.say(f"Merged {args.name} into {target} in tx {result.tx}: {len(result.changes)} rows", GREEN)
     else:
-        out.say(f"{args.name} has nothing that {args.target} lacks")
+        out.say(f"{args.name} has nothing that {target} lacks")
     return 0
 
 
@@ -349,22 +364,22 @@ def conflicts(layer: Layer, args: Namespace, out: Printer) -> None:
     arg("conflict", type=int, help="its id, from `layer conflicts`"),
     arg("value", nargs="?", help="the value to keep: JSON, or plain text"),
     arg("--take", choices=("ours", "theirs"), help="keep the branch's value (ours) or the target's (theirs)"),
-    flags="reason",
+    flags="as reason",
 )
 def resolve(layer: Layer, args: Namespace, out: Printer) -> None:
     """Settle a conflict, with a value or by taking a side; then merge again."""
     if (args.value is None) == (args.take is None):
         raise Invalid("resolve needs a value or --take, and not both", hint="layer resolve 7 --take ours")
     given = {"take": args.take} if args.take else {"value": value(args.value)}
-    layer.resolve(args.conflict, **given)
+    layer.resolve(args.conflict, reason=args.reason, principal=acting(args), **given)
     out.say(f"Conflict {args.conflict} is resolved")
     out.data({"conflict": args.conflict, "open": len(layer.conflicts())})
 
 
-@command("discard", arg("name", help="the branch"))
+@command("discard", BRANCH, flags="as reason")
 def discard(layer: Layer, args: Namespace, out: Printer) -> None:
     """Give a branch up: it can no longer be written or merged; what happened on it stays readable."""
-    layer.discard(args.name)
+    layer.discard(args.name, reason=args.reason, principal=acting(args))
     out.say(f"Discarded {args.name}")
     out.data({"discarded": args.name})
 
@@ -376,10 +391,16 @@ ACTION = arg("action", help="read, insert, update, delete, write, fork, merge, g
 RESOURCE = arg("resource", help="an entity, entity.field, entity/ID, branch:NAME, function:NAME or *")
 
 
-@command("can", WHO, ACTION, RESOURCE, flags="as_of")
+@command("can", WHO, ACTION, RESOURCE, flags="branch as_of")
 def can(layer: Layer, args: Namespace, out: Printer) -> int:
     """Ask whether somebody may do something, and which permissions decide; exits 1 when the answer is no."""
-    decision = layer.can(args.principal, args.action, args.resource, as_of=moment(args.as_of) if args.as_of else None)
+    decision = layer.can(
+        args.principal,
+        args.action,
+        args.resource,
+        branch=args.branch or "main",
+        as_of=moment(args.as_of) if args.as_of else None,
+    )
     out.data({"allowed": decision.allowed, "reason": decision.reason, "rows": list(decision.rows)})
     out.say("yes" if decision.allowed else "no", GREEN if decision.allowed else RED)
     if decision.reason:
@@ -400,7 +421,7 @@ def can(layer: Layer, args: Namespace, out: Printer) -> int:
     arg("--valid-from", metavar="TIME", help="holds from then on"),
     arg("--valid-to", metavar="TIME", help="holds until then"),
     arg("--delegable", action="store_true", help="may be passed on, narrowed but never widened"),
-    flags="branch reason",
+    flags="as branch reason",
 )
 def grant(layer: Layer, args: Namespace, out: Printer) -> None:
     """Permit (or with --deny forbid) a principal or role an action; without a permission the answer is no."""
@@ -416,6 +437,7 @@ def grant(layer: Layer, args: Namespace, out: Printer) -> None:
         valid_from=clock(args.valid_from),
         valid_to=clock(args.valid_to),
         delegable=args.delegable,
+        by=acting(args),
     )
     out.say(
         f"{'Denied' if args.deny else 'Granted'} {args.principal} {args.action} {args.resource}: permission {permission}"
@@ -433,11 +455,13 @@ def clock(word: str | None) -> datetime | None:
 
 
 @command(
-    "revoke", arg("permission", type=int, help="its id, from `layer query 'select * from permission'`"), flags="reason"
+    "revoke",
+    arg("permission", type=int, help="its id, from `layer query 'select * from permission'`"),
+    flags="as reason",
 )
 def revoke(layer: Layer, args: Namespace, out: Printer) -> None:
     """Take a permission back; its history stays."""
-    layer.revoke(args.permission)
+    layer.revoke(args.permission, reason=args.reason, by=acting(args))
     out.say(f"Revoked permission {args.permission}")
     out.data({"revoked": args.permission})
 
@@ -488,8 +512,13 @@ def restore(args: Namespace, out: Printer) -> None:
     if args.db and not locate.is_url(args.db):
         raise Invalid(f"{args.db!r} is no PostgreSQL URL", hint="--db postgresql://user@host/database")
     locate.check_free(home, args.db)
-    with progress("Restoring"):
-        livinglayer.restore(args.backup, args.db or str(home))
+    try:
+        with progress("Restoring"):
+            livinglayer.restore(args.backup, args.db or str(home)).close()
+    except Unauthenticated:  # restored, but whoever did it has no token to open it with
+        if args.db:
+            locate.configure(home, args.db)
+        raise
     if args.db:
         locate.configure(home, args.db)
     out.say(f"Restored {args.backup} to {home.resolve()}")
@@ -509,25 +538,26 @@ def chosen_format(args: Namespace) -> str:
     arg("entity"),
     arg("path", help="the file; - writes to standard output"),
     arg("--format", choices=FORMATS, help="default: by the file's name, else jsonl"),
-    flags="branch as_of",
+    flags="as branch as_of",
 )
 def export(layer: Layer, args: Namespace, out: Printer) -> None:
     """Write an entity's rows to a file, exactly: values come back as they were."""
     with tempfile.TemporaryDirectory() as spare, progress("Exporting"):
         path = str(Path(spare, "rows")) if args.path == "-" else args.path
-        layer.export(
+        count = layer.export(
             args.entity,
             path,
             format=chosen_format(args),
             branch=args.branch or "main",
             as_of=moment(args.as_of) if args.as_of else None,
+            principal=acting(args),
         )
         if args.path == "-":
             with open(path, "rb") as file:
                 shutil.copyfileobj(file, sys.stdout.buffer)
             return
-    out.say(f"Exported {args.entity} to {args.path}")
-    out.data({"entity": args.entity, "path": args.path})
+    out.say(f"Exported {count} rows of {args.entity} to {args.path}")
+    out.data({"entity": args.entity, "path": args.path, "rows": count})
 
 
 @command(
@@ -535,21 +565,28 @@ def export(layer: Layer, args: Namespace, out: Printer) -> None:
     arg("entity"),
     arg("path", help="the file"),
     arg("--format", choices=FORMATS, help="default: by the file's name, else jsonl"),
-    flags="branch reason",
+    flags="as branch reason",
 )
 def import_(layer: Layer, args: Namespace, out: Printer) -> None:
     """Insert the rows of a file into an entity, all or none."""
     with progress("Importing"):
-        given: dict[str, Any] = {"reason": args.reason} if args.reason else {}
-        layer.import_(args.entity, args.path, format=chosen_format(args), branch=args.branch or "main", **given)
-    out.say(f"Imported {args.path} into {args.entity}")
-    out.data({"entity": args.entity, "path": args.path})
+        count = layer.import_(
+            args.entity,
+            args.path,
+            format=chosen_format(args),
+            branch=args.branch or "main",
+            reason=args.reason,
+            principal=acting(args),
+        )
+    out.say(f"Imported {count} rows of {args.path} into {args.entity}")
+    out.data({"entity": args.entity, "path": args.path, "rows": count})
 
 
 @command(
     "prune",
     arg("before", help="forget versions that ended before this tx number or time"),
     arg("--yes", action="store_true", help="really do it: what is pruned cannot be read again"),
+    flags="reason",
 )
 def prune(layer: Layer, args: Namespace, out: Printer) -> None:
     """Forget old versions of rows, up to a point; the live rows stay and the chain still verifies."""
@@ -559,6 +596,6 @@ def prune(layer: Layer, args: Namespace, out: Printer) -> None:
             "pruned history cannot be read again", hint=f"layer prune {args.before} --yes, after a layer backup"
         )
     with progress("Pruning"):
-        layer.prune(before=before)
-    out.say(f"Pruned what ended before {args.before}")
-    out.data({"pruned_before": args.before})
+        count = layer.prune(before=before, reason=args.reason)
+    out.say(f"Pruned {count} versions that ended before {args.before}")
+    out.data({"pruned": count, "before": args.before})
