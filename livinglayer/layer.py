@@ -1,0 +1,528 @@
+"""The handle people hold: one layer, with verbs that change it and SQL that reads it."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .errors import Denied, Invalid, LayerError, NotFound, TimedOut, Unauthenticated
+from .settings import Settings, config_directory
+from .substrate import authority, branches, evolve, exchange, genesis
+from .substrate.backup import backup as make_backup
+from .substrate.backup import restore as load_backup
+from .substrate.branches import Merge
+from .substrate.catalog import Catalog
+from .substrate.engine import Engine
+from .substrate.ledger import Execution, Ledger, Tx, Work
+from .substrate.permissions import Decision
+from .substrate.prune import prune as prune_history
+from .substrate.reads import Reads, clock
+from .substrate.schema import OWNER, SYSTEM, Schema
+from .substrate.sqlite import SqliteEngine
+from .substrate.verify import Report, verify
+
+Moment = int | datetime | None
+Seen = Iterable[tuple[str, int, int]]
+
+
+def engine_for(location: str | os.PathLike[str], settings: Settings) -> Engine:
+    """The engine of a directory or a PostgreSQL URL."""
+    text = os.fspath(location)
+    if text.startswith(("postgresql://", "postgres://")):
+        from .substrate.postgres import PostgresEngine
+
+        return PostgresEngine(text, settings)
+    if "://" in text:
+        raise Invalid(f"{text.split('://')[0]!r} is no kind of database a layer lives in", hint="a directory, or postgresql://…")
+    path = Path(text)
+    return SqliteEngine(path if path.name == ".layer" else path / ".layer", settings)
+
+
+def open(location: str | os.PathLike[str], create: bool = False, token: str | None = None, **settings: Any) -> Layer:
+    """Open the layer in a directory or at a PostgreSQL URL, as the principal whose token is given or found."""
+    try:
+        chosen = Settings(**settings)
+    except TypeError as error:
+        raise Invalid(f"there is no such setting: {error}") from None
+    return Layer(engine_for(location, chosen), chosen, create, token)
+
+
+def restore(source: str | os.PathLike[str], location: str | os.PathLike[str]) -> Layer:
+    """Make a layer from a backup, on either engine; refuses to overwrite one."""
+    settings = Settings()
+    target = engine_for(location, settings)
+    layer_id = load_backup(engine_for(source, settings), target)
+    target.close()
+    token = os.environ.get("LAYER_TOKEN") or _stored_token(layer_id)
+    return open(location, token=token)
+
+
+def _token_path(layer_id: str) -> Path:
+    return config_directory() / "tokens" / layer_id
+
+
+def _stored_token(layer_id: str) -> str | None:
+    try:
+        return _token_path(layer_id).read_text().strip() or None
+    except OSError:
+        return None
+
+
+def _keep_token(layer_id: str, token: str) -> None:
+    path = _token_path(layer_id)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with builtins.open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(token + "\n")
+
+
+class Writes:
+    """The verbs of a writer: a layer's own, or those of a narrower execution."""
+
+    _ledger: Ledger
+
+    def _execution(self, principal: str | None) -> Execution:
+        raise NotImplementedError
+
+    def insert(
+        self, entity: str, values: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, branch: str = "main", reason: str | None = None,
+        cause: str | None = None, key: str | None = None, principal: str | None = None, seen: Seen = (),
+    ) -> Any:  # fmt: skip
+        """Add a row and return its id; a list of rows is one tx and gives a list of ids."""
+        if isinstance(values, Mapping):
+            return self._single(principal, branch, reason, cause, key, seen, ("insert", entity, dict(values)), lambda tx: tx.insert(entity, values))
+        if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+            raise Invalid(f"rows of {entity!r} are a dict or a list of dicts, not {type(values).__name__}")
+        return self._whole(principal, branch, reason, cause, key, seen, ("insert", entity, list(values)), lambda tx: [tx.insert(entity, row) for row in values])
+
+    def update(
+        self, entity: str, id: int, values: Mapping[str, Any], *, expect: int | None = None, branch: str = "main", reason: str | None = None,
+        cause: str | None = None, key: str | None = None, principal: str | None = None, seen: Seen = (),
+    ) -> int:  # fmt: skip
+        """Set fields of a row and return the tx, which is the row's new version."""
+        request = ("update", entity, id, dict(values) if isinstance(values, Mapping) else values, expect)
+        return int(self._single(principal, branch, reason, cause, key, seen, request, lambda tx: tx.update(entity, id, values, expect)))
+
+    def delete(
+        self, entity: str, id: int, *, expect: int | None = None, branch: str = "main", reason: str | None = None, cause: str | None = None,
+        key: str | None = None, principal: str | None = None, seen: Seen = (),
+    ) -> int:  # fmt: skip
+        """Remove a row, and what cascades from it; its history stays. Returns the tx."""
+        return int(self._whole(principal, branch, reason, cause, key, seen, ("delete", entity, id, expect), lambda tx: tx.delete(entity, id, expect)))
+
+    def upsert(
+        self, entity: str, values: Mapping[str, Any], *, on: Sequence[str], branch: str = "main", reason: str | None = None, cause: str | None = None,
+        key: str | None = None, principal: str | None = None, seen: Seen = (),
+    ) -> int:  # fmt: skip
+        """Update the row with these values in the fields `on`, or add one; returns its id."""
+        return int(self._whole(principal, branch, reason, cause, key, seen, ("upsert", entity, dict(values), list(on)), lambda tx: tx.upsert(entity, values, on)))
+
+    def _single(self, principal: str | None, branch: str, reason: Any, cause: Any, key: Any, seen: Seen, request: Any, act: Any) -> Any:
+        """One row, checked before it is written, so that it can share a commit with others."""
+        execution = self._execution(principal)
+
+        def run(work: Work) -> Any:
+            tx = Tx(work, execution, branch, reason, cause, key, seen, deferred=False)
+            if key is not None and tx.recall(request):
+                return tx.result
+            result = act(tx)
+            tx.finish(result)
+            return result
+
+        return self._ledger.submit(run)
+
+    def _whole(self, principal: str | None, branch: str, reason: Any, cause: Any, key: Any, seen: Seen, request: Any, act: Any) -> Any:
+        """Several rows: a commit of their own, rolled back whole."""
+        execution = self._execution(principal)
+        with self._ledger.work() as work:
+            tx = Tx(work, execution, branch, reason, cause, key, seen)
+            if tx.recall(request):
+                return tx.result
+            result = act(tx)
+            tx.finish(result)
+            return result
+
+    @contextmanager
+    def transaction(
+        self, reason: str | None = None, branch: str = "main", principal: str | None = None, *, cause: str | None = None, seen: Seen = (), timeout: float = 60.0
+    ) -> Iterator[Transaction]:
+        """Many changes as one tx: all or nothing. Others wait to write meanwhile; reads inside see its own writes."""
+        execution = self._execution(principal)
+        with self._ledger.work(timeout) as work:
+            held = Transaction(self, Tx(work, execution, branch, reason, cause, None, seen), time.monotonic() + timeout)
+            try:
+                with self._ledger.engine.translating():
+                    yield held
+                    if held.tx.dirty:
+                        held.number = held.tx.finish()
+            finally:
+                held.close()
+
+
+class Transaction:
+    """An open tx: the verbs of a row, and reads that see them."""
+
+    def __init__(self, writes: Writes, tx: Tx, deadline: float) -> None:
+        self.tx, self.number, self._writes, self._deadline = tx, 0, writes, deadline
+        self._thread, self._open = threading.get_ident(), True
+
+    def _check(self) -> Tx:
+        if not self._open:
+            raise Denied("the transaction is over", hint="open another one")
+        if threading.get_ident() != self._thread:
+            raise Invalid("a transaction belongs to the thread that opened it")
+        if time.monotonic() > self._deadline:
+            raise TimedOut("the transaction has been open too long; nothing will be written")
+        return self.tx
+
+    def insert(self, entity: str, values: Any) -> Any:
+        """Add a row and return its id; a list of rows gives a list of ids."""
+        tx = self._check()
+        return tx.insert(entity, values) if isinstance(values, Mapping) else [tx.insert(entity, row) for row in values]
+
+    def update(self, entity: str, id: int, values: Mapping[str, Any], expect: int | None = None) -> int:
+        """Set fields of a row."""
+        return self._check().update(entity, id, values, expect)
+
+    def delete(self, entity: str, id: int, expect: int | None = None) -> int:
+        """Remove a row."""
+        return self._check().delete(entity, id, expect)
+
+    def upsert(self, entity: str, values: Mapping[str, Any], on: Sequence[str]) -> int:
+        """Update or add a row."""
+        return self._check().upsert(entity, values, on)
+
+    def query(self, sql: str, params: Any = None, timeout: float | None = None, limit: int | None = None) -> list[dict[str, Any]]:
+        """Rows of one SELECT, as this transaction sees them."""
+        tx = self._check()
+        settings = self._writes._ledger.settings
+        seconds = min(settings.query_seconds if timeout is None else timeout, self._deadline - time.monotonic())
+        return tx.engine.inside(tx, sql, params, time.monotonic() + seconds, settings.query_rows if limit is None else limit)
+
+    def close(self) -> None:
+        self._open = False
+
+
+class Scoped(Writes):
+    """An execution of its own: writes within a scope, until the block ends."""
+
+    def __init__(self, layer: Layer, execution: Execution) -> None:
+        self._layer, self._ledger, self.execution = layer, layer._ledger, execution
+
+    @property
+    def id(self) -> int | None:
+        return self.execution.id
+
+    def _execution(self, principal: str | None) -> Execution:
+        if principal is not None:
+            raise Invalid("an execution acts as the principal it was opened for")
+        return self.execution
+
+    def query(self, sql: str, params: Any = None, **more: Any) -> list[dict[str, Any]]:
+        """Rows of one SELECT, as this execution's principal may see them."""
+        return self._layer.query(sql, params, **{"branch": self.execution.scope.branch or "main", **more}, principal=self._layer._name_of(self.execution.principal))
+
+
+class Layer(Writes):
+    """One governed reality: a directory with an embedded database, or a PostgreSQL URL."""
+
+    def __init__(self, engine: Engine, settings: Settings, create: bool, token: str | None) -> None:
+        self.engine, self.settings = engine, settings
+        self._catalog = Catalog(engine)
+        self._ledger = Ledger(engine, self._catalog, settings)
+        self._executions: dict[int, Execution] = {}
+        self._ids: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            if not engine.exists():
+                if not create:
+                    raise NotFound(f"there is no layer at {engine.location}", hint="layer init makes one; in Python, open(…, create=True)")
+                engine.create()
+            self.id = self._begin(create)
+            self._me = self._authenticate(token or os.environ.get("LAYER_TOKEN") or _stored_token(self.id))
+            self._reads = Reads(self._catalog, settings)
+        except BaseException:
+            engine.close()
+            raise
+
+    def _begin(self, create: bool) -> str:
+        if not engine_has_layer(self.engine):
+            if not create:
+                raise NotFound(f"there is no layer at {self.engine.location}", hint="layer init makes one; in Python, open(…, create=True)")
+            with self.engine.starting():
+                if not engine_has_layer(self.engine):
+                    token = genesis.token()
+                    _keep_token(genesis.begin(self.engine, self._ledger, token), token)
+        with self.engine.reading() as session:
+            return genesis.identify(self.engine, session)
+
+    def _authenticate(self, token: str | None) -> int:
+        if token is None:
+            raise Unauthenticated("there is no token for this layer", hint=f"put it into LAYER_TOKEN or {_token_path(self.id)}")
+        hashed = genesis.token_hash(token)
+        principal = SYSTEM.by_name["principal"]
+        with self.engine.reading() as session:
+            rows = self._catalog.rows(session, principal, authority.MAIN_CHAIN, f"where x.{principal.by_name['token'].store} = ?", (hashed,))
+        if not rows or not secrets.compare_digest(rows[0]["token"], hashed):
+            raise Unauthenticated("the token is nobody's here")
+        return int(rows[0]["id"])
+
+    # Who acts
+
+    @property
+    def me(self) -> str:
+        """The name of the principal this handle acts as."""
+        return self._name_of(self._me)
+
+    def _name_of(self, number: int) -> str:
+        with self.engine.reading() as session:
+            return str(self._catalog.principal(session, number)["name"])
+
+    def _acting(self, principal: str | None) -> int:
+        """The id of who acts: this handle's principal, or another it may impersonate."""
+        if principal is None:
+            return self._me
+        with self.engine.reading() as session:
+            try:
+                number = int(self._catalog.principal(session, principal)["id"])
+            except NotFound:
+                self._mine(session).require("impersonate", f"principal:{principal}")
+                raise
+            if number != self._me:
+                self._mine(session).require("impersonate", f"principal:{principal}")
+        return number
+
+    def _mine(self, session: Any) -> Any:
+        return self._catalog.policy(session, self._me, clock(self.engine, session)[1])
+
+    def _execution(self, principal: str | None) -> Execution:
+        number = self._me if principal is None else self._acting(principal)
+        found = self._executions.get(number)
+        if found is None or not found.open:
+            with self._lock:
+                if self._closed:
+                    raise Denied("the layer is closed", hint="open it again")
+                found = self._executions.get(number)
+                if found is None or not found.open:
+                    found = self._executions[number] = self._ledger.open(number)
+        return found
+
+    @contextmanager
+    def execution(self, scope: Mapping[str, Any] | None = None, principal: str | None = None, reason: str | None = None, kind: str = "program") -> Iterator[Scoped]:
+        """An execution with a scope of its own: what it writes outside of it is refused, and afterwards everything."""
+        opened = self._ledger.open(self._acting(principal), scope if scope is not None else {}, kind, reason)
+        status = "done"
+        try:
+            yield Scoped(self, opened)
+        except BaseException:
+            status = "failed"
+            raise
+        finally:
+            self._ledger.end(opened, status)
+
+    # Reads
+
+    def query(
+        self, sql: str, params: Mapping[str, Any] | Sequence[Any] | None = None, branch: str = "main", as_of: Moment = None, principal: str | None = None,
+        timeout: float | None = None, limit: int | None = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Rows of one SELECT over entity names, as a branch was at a moment and as a principal may see it."""
+        number = self._me if principal is None else self._acting(principal)
+        return self._reads.query(sql, params, branch, as_of, number, timeout, limit, number == OWNER)
+
+    @contextmanager
+    def reader(self, branch: str = "main", as_of: Moment = None) -> Iterator[Any]:
+        """The driver's own connection on which this principal's names are bound: for measurements and tools."""
+        held, give = self._reads.borrow(branch, as_of, self._me)
+        try:
+            yield held.raw_connection()
+        finally:
+            give()
+
+    def schema(self, branch: str = "main", as_of: Moment = None) -> Schema:
+        """The entities and fields of a branch."""
+        with self.engine.reading() as session:
+            last, epoch = clock(self.engine, session)
+            moment = None if as_of is None else self._catalog.moment(session, as_of, last)
+            return self._catalog.schema(session, self._catalog.chain(session, self._catalog.branch(session, branch), moment), epoch)
+
+    # Schema
+
+    @contextmanager
+    def _tx(self, principal: str | None, branch: str, reason: str | None) -> Iterator[Tx]:
+        execution = self._execution(principal)
+        with self._ledger.work() as work:
+            tx = Tx(work, execution, branch, reason)
+            with self.engine.translating():
+                yield tx
+                if tx.dirty:
+                    tx.finish()
+
+    def define(
+        self, entity: str, fields: Mapping[str, Any], *, unique: Sequence[Sequence[str]] = (), description: str | None = None, annotations: Any = None,
+        branch: str = "main", reason: str | None = None, principal: str | None = None,
+    ) -> int:  # fmt: skip
+        """Make an entity with its fields, or add fields to one; returns its id."""
+        with self._tx(principal, branch, reason or f"define {entity}") as tx:
+            return evolve.define(tx, entity, fields, unique, description, annotations)
+
+    def alter(
+        self, entity: str, *, add: Mapping[str, Any] | None = None, rename: Mapping[str, str] | None = None, retype: Mapping[str, Any] | None = None,
+        drop: Sequence[str] = (), change: Mapping[str, Mapping[str, Any]] | None = None, name: str | None = None, description: str | None = None,
+        branch: str = "main", reason: str | None = None, principal: str | None = None,
+    ) -> None:  # fmt: skip
+        """Change an entity; stored rows are not rewritten."""
+        with self._tx(principal, branch, reason or f"alter {entity}") as tx:
+            evolve.alter(tx, entity, add or {}, rename or {}, retype or {}, drop, change or {}, name, description)
+
+    def backfill(self, entity: str, field: str, *, branch: str = "main", reason: str | None = None, principal: str | None = None) -> dict[str, int]:
+        """Finish a retype: convert the rows that still hold the old type; says how many, and how many could not be."""
+        with self._tx(principal, branch, reason or f"backfill {entity}.{field}") as tx:
+            done, lost = evolve.backfill(tx, entity, field)
+        return {"converted": done - lost, "lost": lost}
+
+    def drop(self, entity: str, *, branch: str = "main", reason: str | None = None, principal: str | None = None) -> None:
+        """Take an entity out of the schema; its history stays."""
+        with self._tx(principal, branch, reason or f"drop {entity}") as tx:
+            evolve.drop(tx, entity)
+
+    # Branches
+
+    def fork(self, name: str, source: str = "main", slice: Mapping[str, str | None] | None = None, as_of: Moment = None, *, reason: str | None = None, principal: str | None = None) -> int:
+        """A new branch of everything, or of a slice; costs one row."""
+        return branches.fork(self._ledger, self._execution(principal), name, source, slice, as_of, reason)
+
+    def diff(self, branch: str, target: str | None = None, *, principal: str | None = None) -> list[dict[str, Any]]:
+        """What a branch changed since its fork or last merge, by row and field."""
+        number = self._acting(principal)
+        with self.engine.reading() as session:
+            epoch = clock(self.engine, session)[1]
+            found = self._catalog.branch(session, branch)
+            if target is not None and (found.parent is None or self._catalog.branch_by_id(session, found.parent).name != target):
+                raise Invalid(f"{target!r} is not the parent of {branch!r}", hint="a branch is compared with the one it was forked from")
+            if found.parent is None:
+                return []
+            return branches.diff(self._catalog, session, epoch, found, self._catalog.policy(session, number, epoch))
+
+    def merge(self, branch: str, target: str | None = None, *, preview: bool = False, reason: str | None = None, principal: str | None = None) -> Merge:
+        """Bring a branch's changes to its parent; with conflicts nothing is applied and they become rows."""
+        return branches.merge(self._ledger, self._execution(principal), branch, target, preview, reason)
+
+    def conflicts(self, branch: str | None = None) -> list[dict[str, Any]]:
+        """The open conflicts."""
+        with self.engine.reading() as session:
+            self._mine(session).require("merge", "branch:main")
+        return branches.conflicts(self._catalog, self._ledger, branch)
+
+    def resolve(self, conflict: int | Mapping[str, Any], value: Any = None, *, take: str | None = None, reason: str | None = None, principal: str | None = None) -> None:
+        """Say what a conflict's value shall be (or take="ours"|"theirs"); the next merge uses it."""
+        if take not in (None, "ours", "theirs"):
+            raise Invalid(f"take is ours or theirs, not {take!r}")
+        number = conflict["id"] if isinstance(conflict, Mapping) else conflict
+        branches.resolve(self._ledger, self._execution(principal), number, {"take": take} if take else {"value": value}, reason)
+
+    def discard(self, branch: str, *, reason: str | None = None, principal: str | None = None) -> None:
+        """Close a branch; its name is free again, its history stays."""
+        branches.discard(self._ledger, self._execution(principal), branch, reason)
+
+    # Authority
+
+    def principal(self, name: str, kind: str | None = None, attributes: Mapping[str, Any] | None = None, roles: Sequence[str] | None = None, *, on: str = "main") -> int:
+        """Make a principal, or change what is given of it; returns its id."""
+        with self._tx(None, on, f"principal {name}") as tx:
+            return authority.principal(tx, name, kind, attributes, roles)
+
+    def token(self, principal: str) -> str:
+        """A new token for a principal; the one before it ends."""
+        made = genesis.token()
+        with self._tx(None, "main", f"token of {principal}") as tx:
+            authority.principal(tx, principal, None, None, None, genesis.token_hash(made))
+        return made
+
+    def grant(
+        self, principal: str, action: str, resource: str, *, where: str | None = None, fields: Sequence[str] | None = None, branch: str | None = None,
+        effect: str = "allow", reason: str | None = None, valid_from: datetime | None = None, valid_to: datetime | None = None, delegable: bool = False,
+        on: str = "main", by: str | None = None,
+    ) -> int:  # fmt: skip
+        """Allow (or deny) an action; returns the permission's id. Only main's permissions decide; `on` writes it elsewhere."""
+        with self._tx(by, on, reason or f"grant {action} on {resource} to {principal}") as tx:
+            return authority.grant(tx, principal, action, resource, where, fields, branch, effect, reason, valid_from, valid_to, delegable)
+
+    def revoke(self, permission: int, *, reason: str | None = None, on: str = "main", by: str | None = None) -> None:
+        """Take a permission back, and what was delegated from it."""
+        with self._tx(by, on, reason or f"revoke {permission}") as tx:
+            authority.revoke(tx, permission)
+
+    def can(self, principal: str, action: str, resource: str, *, branch: str = "main", as_of: Moment = None) -> Decision:
+        """Whether a principal may do something, with the permission rows that decide: now, or as they were."""
+        with self.engine.reading() as session:
+            last, epoch = clock(self.engine, session)
+            moment = None if as_of is None else self._catalog.moment(session, as_of, last)
+            try:
+                number = int(self._catalog.principal(session, principal)["id"])
+            except NotFound:
+                return Decision(False, [], f"there is no principal {principal!r}")
+            policy = self._catalog.policy(session, number, epoch, moment)
+            return authority.can(self._catalog, session, epoch, policy, action, resource, branch, moment)
+
+    # Trust
+
+    def verify(self) -> Report:
+        """Reread everything and recompute every hash; names the first bad tx."""
+        return verify(self._catalog)
+
+    def backup(self, destination: str | os.PathLike[str]) -> Path:
+        """A copy as it is now, while others write: a directory that is itself an embedded layer."""
+        return make_backup(self.engine, Path(destination), self.settings)
+
+    def export(self, entity: str, path: str | os.PathLike[str], format: str | None = None, *, branch: str = "main", as_of: Moment = None, principal: str | None = None) -> int:
+        """Write an entity's rows to a file (jsonl, csv, parquet); returns how many."""
+        return exchange.export(self, entity, Path(path), format, branch, as_of, principal)
+
+    def import_(self, entity: str, path: str | os.PathLike[str], format: str | None = None, *, branch: str = "main", reason: str | None = None, principal: str | None = None) -> int:
+        """Add rows from a file, as one tx; returns how many."""
+        return exchange.load(self, entity, Path(path), format, branch, reason, principal)
+
+    def prune(self, before: int | datetime, *, reason: str | None = None) -> int:
+        """Forget closed versions that ended before a moment; returns how many. The chain goes on verifying."""
+        return prune_history(self._ledger, self._execution(None), before, reason)
+
+    def blob(self, digest: str) -> bytes:
+        """The content of a file field."""
+        data = self.engine.get_blob(digest)
+        if data is None:
+            raise NotFound(f"there is no content {digest!r}")
+        return data
+
+    def close(self) -> None:
+        """End this handle's executions and let go of the database."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for execution in list(self._executions.values()):
+            try:
+                self._ledger.end(execution)
+            except LayerError:
+                pass  # a layer that can't be reached any more is closed all the same
+        self._reads.close()
+        self.engine.close()
+
+    def __enter__(self) -> Layer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def engine_has_layer(engine: Engine) -> bool:
+    with engine.reading() as session:
+        return engine.has_table(session, "meta")

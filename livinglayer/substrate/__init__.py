@@ -1,0 +1,1 @@
+"""One versioned, forkable, governed database on SQLite or PostgreSQL."""

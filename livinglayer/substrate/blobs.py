@@ -1,0 +1,34 @@
+"""Blobs: content by its hash, for fields of type file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .schema import SYSTEM
+
+if TYPE_CHECKING:
+    from .catalog import Catalog
+    from .engine import Session
+
+
+def referenced(catalog: Catalog, session: Session) -> Iterator[str]:
+    """Every content hash a stored version names, on any branch."""
+    engine, entity, field = catalog.engine, SYSTEM.by_name["entity"], SYSTEM.by_name["field"]
+    at = engine.schema_prefix
+    columns = {c: field.by_name[c].store for c in ("entity", "store", "type")}
+    stores: dict[int, str] = {}
+    files: set[tuple[int, str]] = set()
+    for suffix in ("", "__h", "__d"):
+        for number, store in session.all(f"select id, {entity.by_name['store'].store} from {at}{entity.store}{suffix}"):
+            if store is not None:
+                stores[number] = store
+        for number, store in session.all(f"select {columns['entity']}, {columns['store']} from {at}{field.store}{suffix} where {columns['type']} = 'file'"):
+            files.add((number, store))
+    seen: set[str] = set()
+    for number, column in sorted(files):
+        for suffix in ("", "__h", "__d"):
+            for (digest,) in session.all(f"select distinct {column} from {at}{stores[number]}{suffix} where {column} is not null"):
+                if digest not in seen:
+                    seen.add(digest)
+                    yield digest

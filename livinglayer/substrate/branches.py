@@ -1,0 +1,428 @@
+"""Branches: fork (one row), diff (what changed), three-way merge by field, conflicts as rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import Conflict, Invalid, NotFound
+from .catalog import Branch, Catalog
+from .engine import Session
+from .evolve import ensure_indexes
+from .ledger import MAIN_CHAIN, Execution, Ledger, Tx, Work
+from .permissions import Policy
+from .predicates import compile_predicate, same
+from .schema import MAIN, SYSTEM, Entity, Schema, check_name
+from .tables import Row, Table
+from .values import Stored, convert, decode
+from .views import Chain
+
+DEPTH = 64
+SCHEMA_ENTITIES = ("entity", "field")
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What a merge did, or would do; truthy when it was applied."""
+
+    applied: bool
+    tx: int | None
+    changes: list[dict[str, Any]]
+    conflicts: list[dict[str, Any]]
+
+    def __bool__(self) -> bool:
+        return self.applied
+
+
+def fork(ledger: Ledger, execution: Execution, name: str, source: str, slice: Mapping[str, str | None] | None, as_of: Any, reason: str | None) -> int:
+    """A new branch that begins as `source` is (or was); costs one row."""
+    check_name(name, "a branch")
+    with ledger.work() as work:
+        parent = work.catalog.branch(work.session, source, open_only=True)
+        policy = work.catalog.policy(work.session, execution.principal, work.version)
+        policy.require("fork", f"branch:{source}")
+        at = work.clock.tx if as_of is None else work.catalog.moment(work.session, as_of, work.clock.tx)
+        if len(work.catalog.chain(work.session, parent)) >= DEPTH:
+            raise Invalid(f"branch {source!r} is {DEPTH} forks deep", hint="merge or fork from an ancestor")
+        if slice is not None:
+            chain = work.catalog.chain(work.session, parent, at)
+            schema = work.catalog.schema(work.session, chain, work.version)
+            _check_slice(schema, slice)
+        tx = work.tx(execution, reason=reason or f"fork {name} from {source}")
+        number = tx.record(SYSTEM.by_name["branch"], tx._encoded(SYSTEM.by_name["branch"], {"name": name, "parent": parent.id, "fork_tx": at, "base_own": at, "base_parent": at, "slice": slice, "status": "open"}))
+        tx.finish()
+        return number
+
+
+def _check_slice(schema: Schema, slice: Mapping[str, str | None]) -> None:
+    if not isinstance(slice, Mapping):
+        raise Invalid("a slice is a dict: entity -> predicate, or None for all its rows")
+    for name, text in slice.items():
+        entity = schema.get(name)
+        if text is not None:
+            compile_predicate(text, schema, entity)
+
+
+def discard(ledger: Ledger, execution: Execution, name: str, reason: str | None) -> None:
+    """Close a branch and free its name; its history stays readable under its name and number."""
+    with ledger.work() as work:
+        branch = work.catalog.branch(work.session, name, open_only=True)
+        if branch.id == MAIN:
+            raise Invalid("main can't be discarded")
+        work.catalog.policy(work.session, execution.principal, work.version).require("fork", f"branch:{name}")
+        tx = work.tx(execution, reason=reason or f"discard {name}")
+        tx.record(SYSTEM.by_name["branch"], {"status": "discarded", "name": f"{name}_{branch.id}"[-48:]}, branch.id)
+        work.changed_governing(tx.number)
+        tx.finish()
+
+
+# Diff
+
+
+@dataclass
+class _Side:
+    """One state of the rows that differ: a chain and the schema it has."""
+
+    chain: Chain
+    schema: Schema
+
+
+def _changed(work_or: Any, session: Session, branch: int, since: int) -> list[tuple[int, int]]:
+    at = work_or.engine.schema_prefix
+    rows = session.all(f"select distinct entity, id from {at}ledger_change where branch = ? and tx > ? order by entity, id", (branch, since))
+    return [(row[0], row[1]) for row in rows]
+
+
+def diff(catalog: Catalog, session: Session, version: Any, branch: Branch, policy: Policy) -> list[dict[str, Any]]:
+    """What a branch changed since its fork or last merge, by row and field."""
+    before = _side(catalog, session, catalog.chain(session, branch, branch.base_own), version)
+    after = _side(catalog, session, catalog.chain(session, branch), version)
+    found = []
+    for number, row_id in _changed(catalog, session, branch.id, branch.base_own):
+        entity = after.schema.by_id.get(number) or before.schema.by_id.get(number)
+        if entity is None:
+            continue
+        table = Table(catalog.engine, entity.store, catalog.columns(session, entity.store, version))
+        old, new = table.get(session, before.chain, row_id), table.get(session, after.chain, row_id)
+        if old is None and new is None:
+            continue
+        one = _difference(table, entity, before.schema.by_id.get(number), row_id, old, new)
+        if one is None or not _readable(one, policy, after.schema, entity, branch.name, table, row_id, old, new):
+            continue
+        found.append(one)
+    return found
+
+
+def _side(catalog: Catalog, session: Session, chain: Chain, version: Any) -> _Side:
+    return _Side(chain, catalog.schema(session, chain, version))
+
+
+def _difference(table: Table, entity: Entity, past: Entity | None, row_id: int, old: Row | None, new: Row | None) -> dict[str, Any] | None:
+    fields: dict[str, tuple[Any, Any]] = {}
+    for f in entity.fields:
+        g = past.by_id.get(f.id) if past else None
+        a = None if old is None or g is None else table.value(g, old.values)
+        b = None if new is None else table.value(f, new.values)
+        if not same(a, b) or (g is not None and g.type != f.type and a is not None):
+            fields[f.name] = (None if g is None else decode(g.type, a), decode(f.type, b))
+    op = "insert" if old is None else "delete" if new is None else "update"
+    if op == "update" and not fields:
+        return None
+    return {"entity": entity.name, "id": row_id, "op": op, "fields": fields}
+
+
+def _readable(one: dict[str, Any], policy: Policy, schema: Schema, entity: Entity, branch: str, table: Table, row_id: int, old: Row | None, new: Row | None) -> bool:
+    """Whether a principal may see a difference; takes out the fields it may not."""
+    rules = policy.rules("read", schema, entity, branch)
+    if rules.everything:
+        return True
+    states = [table.named(entity, row.values, row_id) for row in (old, new) if row is not None]
+    nowhere = lambda name, number: None  # noqa: E731  # references are not followed here: what needs them is not shown
+    for name in list(one["fields"]):
+        if any(rules.refusal(frozenset({name}), state, nowhere) for state in states):
+            del one["fields"][name]
+    return not any(rules.refusal(frozenset(), state, nowhere) for state in states)
+
+
+# Merge
+
+
+class _Stop(Exception):
+    """Ends a merge that must leave nothing behind."""
+
+
+@dataclass
+class _Plan:
+    conflicts: list[dict[str, Any]] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    removed: list[tuple[Entity, int]] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+
+
+def merge(ledger: Ledger, execution: Execution, name: str, target: str | None, preview: bool, reason: str | None) -> Merge:
+    """Bring a branch's changes to its parent, field by field; with conflicts nothing is applied and they become rows."""
+    plan = _Plan()
+    number: int | None = None
+    try:
+        with ledger.work() as work:
+            branch = work.catalog.branch(work.session, name, open_only=True)
+            if branch.parent is None:
+                raise Invalid("main has no parent to merge into")
+            parent = work.catalog.branch_by_id(work.session, branch.parent)
+            if target is not None and target != parent.name:
+                raise Invalid(f"branch {name!r} merges into its parent {parent.name!r}, not {target!r}")
+            if parent.status != "open":
+                raise Invalid(f"the parent {parent.name!r} is {parent.status}")
+            work.catalog.policy(work.session, execution.principal, work.version).require("merge", f"branch:{parent.name}")
+            tx = work.tx(execution, "main" if parent.id == MAIN else parent, reason=reason or f"merge {name}", merged_from=branch.id)
+            _apply(work, tx, branch, plan, _resolutions(work, name, parent.name))
+            if plan.conflicts or preview:
+                raise _Stop
+            number = tx.finish() if parent.id != MAIN else None
+            main = tx if parent.id == MAIN else work.tx(execution, reason=f"merged {name}")
+            at = tx.number
+            main.record(SYSTEM.by_name["branch"], {"base_own": main.number, "base_parent": at}, branch.id)
+            for conflict in _open(work, name, parent.name):
+                main.record(SYSTEM.by_name["conflict"], {"status": "closed"}, conflict["id"])
+            number = main.finish() if parent.id == MAIN else (main.finish(), number)[1]
+    except _Stop:
+        if plan.conflicts and not preview:
+            _record(ledger, execution, name, parent.name, plan.conflicts)
+            return Merge(False, None, [], conflicts(ledger.catalog, ledger, name))
+        return Merge(False, None, plan.changes, plan.conflicts)
+    return Merge(True, number, plan.changes, [])
+
+
+def _apply(work: Work, tx: Tx, branch: Branch, plan: _Plan, resolutions: dict[Any, dict[str, Any]]) -> None:
+    session, catalog = work.session, work.catalog
+    base = _side(catalog, session, catalog.chain(session, branch, branch.base_own), work.version)
+    ours = _side(catalog, session, catalog.chain(session, branch), work.version)
+    theirs = _Side(tx.chain, tx.schema)
+    changed = _changed(work, session, branch.id, branch.base_own)
+    first = [SYSTEM.by_name[n].id for n in SCHEMA_ENTITIES]
+    schema_rows = [c for c in changed if c[0] in first]
+    for number, row_id in schema_rows:
+        _merge_row(work, tx, number, row_id, base, ours, theirs, plan, resolutions)
+    if schema_rows and not plan.conflicts:
+        work.changed_governing(tx.number)
+        if tx.branch == MAIN:
+            for entity in tx.schema.entities:
+                if not entity.system:
+                    ensure_indexes(work.engine, work.session, entity)
+    pending: list[tuple[Entity, int]] = []
+    for number, row_id in changed:
+        if number not in first:
+            _merge_row(work, tx, number, row_id, base, ours, theirs, plan, resolutions)
+    pending = plan.removed
+    for entity, row_id in pending:  # what still refers to a removed row, as in a delete
+        for other, f in tx.schema.referring.get(entity.name, ()):
+            for child in tx._all_having(other, f, row_id):
+                if f.on_delete == "cascade":
+                    tx.remove(other, child, cascading=True)
+                elif f.on_delete == "null":
+                    tx._nullify(other, f, child)
+                else:
+                    raise Conflict(f"{entity.name}/{row_id} was deleted on {branch.name!r} but {other.name}/{child}.{f.name} refers to it")
+
+
+def _merge_row(work: Work, tx: Tx, number: int, row_id: int, base: _Side, ours: _Side, theirs: _Side, plan: _Plan, resolutions: dict[Any, dict[str, Any]]) -> None:
+    """Decide one row: take, leave, mix by field, or note a conflict."""
+    entity = tx.schema.by_id.get(number)
+    known = entity or ours.schema.by_id.get(number) or base.schema.by_id.get(number)
+    if known is None:
+        return
+    table = work.table(known)
+    rows = [table.get(work.session, side.chain, row_id) for side in (base, ours, theirs)]
+    if rows[0] is None and rows[1] is None:
+        return
+    past = [side.schema.by_id.get(number) for side in (base, ours, theirs)]
+
+    def states(fields: Entity) -> list[dict[str, Stored] | None]:
+        found: list[dict[str, Stored] | None] = []
+        for row, then in zip(rows, past, strict=True):
+            if row is None:
+                found.append(None)
+                continue
+            one = {}
+            for f in fields.fields:
+                g = then.by_id.get(f.id) if then else None
+                one[f.name] = None if g is None else convert(g.type, f.type, table.value(g, row.values))
+            found.append(one)
+        return found
+
+    b, o, t = states(known)
+    if _equal(o, b) or (_equal(o, t) and entity is not None):
+        return
+    if entity is None:  # the target dropped the entity whose rows the branch changed
+        _conflict(plan, resolutions, known, row_id, None, b, o, None)
+        return
+    if _equal(t, b):
+        _take(tx, entity, table, row_id, t, o, plan)
+        return
+    if b is None or o is None or t is None:
+        found = _conflict(plan, resolutions, entity, row_id, None, b, o, t)
+        if found is not None and not _equal(wanted := _resolved_row(entity, found, o, t, work), t):
+            _take(tx, entity, table, row_id, t, wanted, plan)
+        return
+    wanted = dict(t)
+    for name in t:
+        if same(o[name], b[name]) or same(o[name], t[name]):
+            continue
+        if same(t[name], b[name]):
+            wanted[name] = o[name]
+            continue
+        found = _conflict(plan, resolutions, entity, row_id, name, b[name], o[name], t[name])
+        if found is not None:
+            if "take" in found:
+                wanted[name] = o[name] if found["take"] == "ours" else t[name]
+            else:
+                wanted[name] = entity.by_name[name].encode(entity.name, _revive(entity.by_name[name].type, found["value"]), work.settings.value_bytes)
+    if not _equal(wanted, t):
+        _take(tx, entity, table, row_id, t, wanted, plan)
+
+
+def _equal(a: Mapping[str, Stored] | None, b: Mapping[str, Stored] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return all(same(a[name], b[name]) for name in a)
+
+
+def _take(tx: Tx, entity: Entity, table: Table, row_id: int, now: dict[str, Stored] | None, wanted: dict[str, Stored] | None, plan: _Plan) -> None:
+    if wanted is None:
+        row = tx._current(entity, table, row_id, "delete")
+        tx._authorize("delete", entity, table, row_id, row, row.values, frozenset())
+        tx._write(entity, table, row_id, row, None, ())
+        plan.removed.append((entity, row_id))
+        op, fields = "delete", {f.name: (decode(f.type, (now or {}).get(f.name)), None) for f in entity.fields}
+    elif now is None:
+        tx.add(entity, {k: v for k, v in wanted.items() if v is not None}, row_id, merging=True)
+        op, fields = "insert", {k: (None, decode(entity.by_name[k].type, v)) for k, v in wanted.items() if v is not None}
+    else:
+        changed = {k: v for k, v in wanted.items() if not same(v, now[k])}
+        tx.change(entity, row_id, changed, merging=True)
+        op, fields = "update", {k: (decode(entity.by_name[k].type, now[k]), decode(entity.by_name[k].type, v)) for k, v in changed.items()}
+    plan.changes.append({"entity": entity.name, "id": row_id, "op": op, "fields": fields})
+
+
+# Conflicts
+
+
+def _conflict(plan: _Plan, resolutions: dict[Any, dict[str, Any]], entity: Entity, row_id: int, name: str | None, b: Any, o: Any, t: Any) -> dict[str, Any] | None:
+    """The resolution of this very conflict; None when it is open, and then it is noted."""
+    key = _key(entity.name, row_id, name, b, o, t)
+    found = resolutions.get(key)
+    if found is None:
+        plan.conflicts.append({"entity": entity.name, "row": row_id, "field": name, "base": b, "ours": o, "theirs": t})
+    return found
+
+
+def _key(entity: str, row_id: int, name: str | None, b: Any, o: Any, t: Any) -> tuple[Any, ...]:
+    return (entity, row_id, name, *(json.dumps(v, sort_keys=True) for v in (b, o, t)))
+
+
+def _rows(work: Any, session: Session, where: str, params: Sequence[Any]) -> list[dict[str, Any]]:
+    entity = SYSTEM.by_name["conflict"]
+    names = {f.name: f.store for f in entity.fields}
+    for name, store in names.items():
+        where = where.replace(f"{{{name}}}", f"x.{store}")
+    return work.catalog.rows(session, entity, MAIN_CHAIN, where, tuple(params))
+
+
+def _open(work: Work, name: str, target: str) -> list[dict[str, Any]]:
+    return _rows(work, work.session, "where {branch} = ? and {target} = ? and {status} <> 'closed'", (name, target))
+
+
+def _resolutions(work: Work, name: str, target: str) -> dict[Any, dict[str, Any]]:
+    found = {}
+    for row in _open(work, name, target):
+        if row["status"] == "resolved":
+            found[_key(row["entity"], row["row_id"], row["field"], row["base"], row["ours"], row["theirs"])] = row["resolution"]
+    return found
+
+
+def _record(ledger: Ledger, execution: Execution, name: str, target: str, found: list[dict[str, Any]]) -> None:
+    entity = SYSTEM.by_name["conflict"]
+    with ledger.work() as work:
+        tx = work.tx(execution, reason=f"conflicts of merging {name} into {target}")
+        standing = {_key(r["entity"], r["row_id"], r["field"], r["base"], r["ours"], r["theirs"]): r for r in _open(work, name, target)}
+        for one in found:
+            key = _key(one["entity"], one["row"], one["field"], one["base"], one["ours"], one["theirs"])
+            if standing.pop(key, None) is None:
+                values = {"branch": name, "target": target, "entity": one["entity"], "row_id": one["row"], "field": one["field"], "base": one["base"], "ours": one["ours"], "theirs": one["theirs"], "status": "open"}
+                tx.record(entity, tx._encoded(entity, values))
+        for row in standing.values():
+            if row["status"] == "open":
+                tx.record(entity, {"status": "closed"}, row["id"])
+        if tx.dirty:
+            tx.finish()
+
+
+def conflicts(catalog: Catalog, ledger: Ledger, branch: str | None = None) -> list[dict[str, Any]]:
+    """The open conflicts, values as their field's type has them."""
+    with ledger.engine.reading() as session:
+        where, params = ("where {status} = 'open' order by x.id", []) if branch is None else ("where {status} = 'open' and {branch} = ? order by x.id", [branch])
+        rows = _rows(ledger, session, where, params)
+        found = []
+        for row in rows:
+            kind = None
+            try:
+                chain = catalog.chain(session, catalog.branch(session, row["branch"]))
+                entity = catalog.schema(session, chain, clock_epoch(ledger, session)).by_name.get(row["entity"])
+                kind = entity.by_name[row["field"]].type if entity and row["field"] in entity.by_name else None
+            except NotFound:
+                pass
+            shown = {k: _shown(kind, row[k]) for k in ("base", "ours", "theirs")}
+            found.append({"id": row["id"], "branch": row["branch"], "target": row["target"], "entity": row["entity"], "row": row["row_id"], "field": row["field"], **shown})
+        return found
+
+
+def clock_epoch(ledger: Ledger, session: Session) -> int:
+    row = session.one(f"select epoch from {ledger.engine.schema_prefix}ledger_clock")
+    assert row is not None
+    return int(row[0])
+
+
+def _shown(kind: str | None, stored: Any) -> Any:
+    return decode(kind, stored) if kind is not None and not isinstance(stored, dict) else stored
+
+
+def _revive(kind: str, value: Any) -> Any:
+    """A resolution's value: it was stored in portable form inside json."""
+    return decode(kind, value) if kind in ("bool", "json") and isinstance(value, int | str) and not isinstance(value, bool) else value
+
+
+def _resolved_row(entity: Entity, found: dict[str, Any], o: dict[str, Stored] | None, t: dict[str, Stored] | None, work: Work) -> dict[str, Stored] | None:
+    if "take" in found:
+        return o if found["take"] == "ours" else t
+    if found["value"] is None:
+        return None
+    limit = work.settings.value_bytes
+    given = {k: entity.get(k).encode(entity.name, v, limit) for k, v in found["value"].items() if k != "id"}
+    return {**{f.name: None for f in entity.fields}, **(t or o or {}), **given}
+
+
+def resolve(ledger: Ledger, execution: Execution, conflict: int, resolution: dict[str, Any], reason: str | None) -> None:
+    """Say what a conflict's value shall be; the next merge takes it."""
+    with ledger.work() as work:
+        rows = _rows(work, work.session, "where x.id = ?", (conflict,))
+        if not rows:
+            raise NotFound(f"there is no conflict {conflict}")
+        row = rows[0]
+        if row["status"] == "closed":
+            raise Conflict(f"conflict {conflict} is closed")
+        work.catalog.policy(work.session, execution.principal, work.version).require("merge", f"branch:{row['target']}")
+        if "value" in resolution and row["field"] is not None:
+            target = work.catalog.branch(work.session, row["target"])
+            schema = work.catalog.schema(work.session, work.catalog.chain(work.session, target), work.version)
+            entity = schema.by_name.get(row["entity"])
+            if entity is not None and row["field"] in entity.by_name:
+                f = entity.by_name[row["field"]]
+                resolution = {"value": f.encode(entity.name, resolution["value"], work.settings.value_bytes)}
+        elif "value" in resolution and not isinstance(resolution["value"], dict | None):
+            raise Invalid("a whole row is resolved with a dict of fields, None to delete it, or take='ours'|'theirs'")
+        tx = work.tx(execution, reason=reason or f"resolve conflict {conflict}")
+        entity = SYSTEM.by_name["conflict"]
+        tx.record(entity, tx._encoded(entity, {"resolution": resolution, "status": "resolved"}, partial=True), conflict)
+        tx.finish()

@@ -1,0 +1,254 @@
+"""Evolve: changes of the schema. Each is a mutation of `entity` and `field` rows; no table is rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import Conflict, Invalid, NotFound
+from .engine import Engine, Session
+from .ledger import Tx, Work
+from .predicates import compile_predicate
+from .schema import MAIN, SYSTEM, Entity, Field, check_entity_name, check_name, field_of, field_values, with_field
+from .values import convertible
+
+ENTITY, FIELD = SYSTEM.by_name["entity"], SYSTEM.by_name["field"]
+FIELDS = 500
+
+
+def _authorized(tx: Tx) -> None:
+    if not tx.policy.sovereign():
+        tx.policy.require("define", "*", tx.name)
+
+
+def define(tx: Tx, name: str, fields: Mapping[str, Any], unique: Sequence[Sequence[str]], description: str | None, annotations: Any) -> int:
+    """Make an entity, or add to one what it lacks; a field that is there already must be the same."""
+    check_entity_name(name)
+    _authorized(tx)
+    if not isinstance(fields, Mapping):
+        raise Invalid(f"fields of {name!r} are a dict: name -> type")
+    there = tx.schema.by_name.get(name)
+    limit = tx.work.settings.value_bytes
+    rows = {label: field_values(name, label, spec, limit) for label, spec in fields.items()}
+    if there is None:
+        number = tx.work.new_id()
+        store = f"{name[:30]}_{number}"
+        for sql in tx.engine.tables(store, []):
+            tx.session.run(sql)
+        values = {"name": name, "store": store, "kind": "entity", "system": False, "uniques": None, "description": description, "annotations": annotations}
+        tx.record(ENTITY, tx._encoded(ENTITY, values), None, number)
+    else:
+        number = there.id
+        for label in set(rows) & set(there.by_name):
+            _same(there.by_name[label], rows[label])
+    _add(tx, number, {label: row for label, row in rows.items() if there is None or label not in there.by_name})
+    entity = tx.schema.by_id[number]
+    sets = [[entity.get(n).id for n in names] for names in unique]
+    fresh = [s for s in sets if tuple(s) not in entity.uniques]
+    if fresh:
+        tx.record(ENTITY, tx._encoded(ENTITY, {"uniques": [*map(list, entity.uniques), *fresh]}, partial=True), number)
+    _settle(tx, number)
+    return number
+
+
+def _same(there: Field, row: Mapping[str, Any]) -> None:
+    now = {"type": there.type, "required": there.required, "uniq": there.uniq, "target": there.target}
+    for key, value in now.items():
+        if row[key] != value:
+            raise Conflict(f"field {there.name!r} is there with {key} {value!r}, not {row[key]!r}", hint="change it with layer.alter(...)")
+
+
+def _add(tx: Tx, entity: int, rows: Mapping[str, dict[str, Any]]) -> None:
+    store = tx.schema.by_id[entity].store
+    for label, row in rows.items():
+        found = tx.schema.by_id[entity]
+        if label in found.by_name:
+            raise Conflict(f"{found.name!r} has a field {label!r} already")
+        if len(found.fields) >= FIELDS:
+            raise Invalid(f"an entity has at most {FIELDS} fields")
+        if row["target"] is not None and row["target"] not in tx.schema.by_name and row["target"] != found.name:
+            raise Invalid(f"{found.name}.{label}: there is no entity {row['target']!r} to refer to")
+        if row["target"] is not None and tx.schema.get(row["target"]).kind == "ledger":
+            raise Invalid(f"{found.name}.{label}: {row['target']!r} is a ledger; refer to an entity")
+        number = tx.work.new_id()
+        column = f"{label[:30]}_{number}"
+        new_column(tx.work, store, column, row["type"])
+        values = {**row, "entity": entity, "store": column}
+        if row["rule"]:
+            probe = field_of({**values, "id": number, "options": row["options"] or {}, "was": None})
+            compile_predicate(row["rule"], with_field(tx.schema, found, probe), tx.schema.by_id[entity] if label in found.by_name else with_field(tx.schema, found, probe).by_id[entity])
+        tx.record(FIELD, tx._encoded(FIELD, values), None, number)
+
+
+def new_column(work: Work, store: str, column: str, kind: str) -> None:
+    at = work.engine.schema_prefix
+    for suffix in ("", "__h", "__d"):
+        work.session.run(f"alter table {at}{store}{suffix} add column {column} {work.engine.column(kind)}")
+    names = [name for name, _ in work.engine.columns(work.session, store) if name not in ("id", "_tx")]
+    for sql in work.engine.triggers(store, names):
+        work.session.run(sql)
+
+
+def ensure_indexes(engine: Engine, session: Session, entity: Entity) -> None:
+    """Main's head has an index for each field that asks for one, is unique, or refers."""
+    at = engine.index_prefix
+    sets = [(f,) for f in entity.fields if f.indexed or f.uniq or f.type == "ref"]
+    sets += [fields for fields in entity.unique_sets if len(fields) > 1]
+    for fields in sets:
+        label = "_".join(str(f.number) for f in fields)
+        session.run(f"create index if not exists {entity.store}_i_{label} on {at}{entity.store}({', '.join(f.store for f in fields)})")
+
+
+def _settle(tx: Tx, number: int) -> None:
+    if tx.branch == MAIN and number in tx.schema.by_id:
+        ensure_indexes(tx.engine, tx.session, tx.schema.by_id[number])
+
+
+def alter(
+    tx: Tx, name: str, add: Mapping[str, Any], rename: Mapping[str, str], retype: Mapping[str, Any], drop: Sequence[str],
+    change: Mapping[str, Mapping[str, Any]], new_name: str | None, description: str | None,
+) -> None:  # fmt: skip
+    """Change an entity: new, renamed, retyped, dropped fields, other options, another name."""
+    _authorized(tx)
+    entity = _own(tx, name)
+    limit = tx.work.settings.value_bytes
+    number = entity.id
+    for old, new in rename.items():
+        check_name(new, f"a field of {name}")
+        f = tx.schema.by_id[number].get(old)
+        if new in tx.schema.by_id[number].by_name:
+            raise Conflict(f"{name!r} has a field {new!r} already")
+        if new in ("id", "tx", "tx_end", "op"):
+            raise Invalid(f"{new!r} is a column every entity has already")
+        tx.record(FIELD, {"name": new}, f.id)
+    for label, spec in retype.items():
+        _retype(tx, number, label, spec, limit)
+    for label, options in change.items():
+        _change(tx, number, label, options, limit)
+    for label in [drop] if isinstance(drop, str) else drop:
+        f = tx.schema.by_id[number].get(label)
+        tx.erase(FIELD, f.id)
+    _add(tx, number, {label: field_values(name, label, spec, limit) for label, spec in add.items()})
+    if description is not None:
+        tx.record(ENTITY, {"description": description}, number)
+    if new_name is not None and new_name != name:
+        check_entity_name(new_name)
+        if new_name in tx.schema.by_name:
+            raise Conflict(f"there is an entity {new_name!r} already")
+        for other, f in tx.schema.referring.get(name, ()):
+            tx.record(FIELD, {"target": new_name}, f.id)
+        tx.record(ENTITY, {"name": new_name}, number)
+    for f in tx.schema.by_id[number].fields:
+        if f.rule:
+            compile_predicate(f.rule, tx.schema, tx.schema.by_id[number])
+    _settle(tx, number)
+
+
+def _own(tx: Tx, name: str) -> Entity:
+    entity = tx.schema.get(name)
+    if entity.system:
+        raise Invalid(f"{name!r} is an entity of the system's own and can't be changed")
+    return entity
+
+
+def _retype(tx: Tx, number: int, label: str, spec: Any, limit: int) -> None:
+    entity = tx.schema.by_id[number]
+    f = entity.get(label)
+    row = field_values(entity.name, label, spec, limit)
+    if f.was:
+        raise Conflict(f"{entity.name}.{label} is being retyped already", hint=f"layer.backfill({entity.name!r}, {label!r}) first")
+    if not convertible(f.type, row["type"]):
+        raise Invalid(f"{entity.name}.{label}: {f.type} can't become {row['type']}", hint="add a field and fill it instead")
+    if f.type == row["type"]:
+        return
+    if any(f in fields for fields in entity.unique_sets):
+        raise Invalid(f"{entity.name}.{label} is unique; take that off before retyping it")
+    column = f"{label[:30]}_{tx.work.new_id()}"
+    new_column(tx.work, entity.store, column, row["type"])
+    values = {"type": row["type"], "store": column, "was": {"store": f.store, "type": f.type}, "options": row["options"], "initial": row["initial"], "target": row["target"]}
+    tx.record(FIELD, tx._encoded(FIELD, values, partial=True), f.id)
+
+
+def _change(tx: Tx, number: int, label: str, options: Mapping[str, Any], limit: int) -> None:
+    entity = tx.schema.by_id[number]
+    f = entity.get(label)
+    if "type" in options:
+        raise Invalid("a type is changed with retype=")
+    spec: dict[str, Any] = {
+        "type": f.type, "required": f.required, "unique": f.uniq, "indexed": f.indexed, "default": f.initial, "check": f.rule, "to": f.target,
+        "on_delete": f.on_delete, "description": f.description, "annotations": f.annotations, **dict(f.options), **options,
+    }  # fmt: skip
+    row = field_values(entity.name, label, spec, limit)
+    if row["target"] is not None and row["target"] not in tx.schema.by_name:
+        raise Invalid(f"{entity.name}.{label}: there is no entity {row['target']!r} to refer to")
+    after = replace(f, **{k: v for k, v in row.items() if k not in ("options",)}, options=row["options"] or {})
+    if row["rule"]:
+        schema = with_field(tx.schema, entity, after)
+        compile_predicate(row["rule"], schema, schema.by_id[number])
+    tx.record(FIELD, tx._encoded(FIELD, {k: v for k, v in row.items() if k != "name"}, partial=True), f.id)
+    _revalidate(tx, number, f, after)
+
+
+def _revalidate(tx: Tx, number: int, before: Field, after: Field) -> None:
+    """Rows that are there must meet what is newly asked of them."""
+    entity = tx.schema.by_id[number]
+    table = tx.work.table(entity)
+    stricter = (after.required and not before.required) or (after.uniq and not before.uniq) or (after.rule and after.rule != before.rule)
+    stricter = stricter or (after.type in ("enum", "state") and not before.values <= after.values) or (after.type == "ref" and after.target != before.target)
+    if not stricter:
+        return
+    from .views import arms
+
+    for (row_id,) in tx.session.all(arms(tx.engine, entity.store, tx.chain, [])):
+        row = table.get(tx.session, tx.chain, row_id)
+        assert row is not None
+        value = table.value(after, row.values)
+        if after.required and value is None:
+            raise Conflict(f"{entity.name}/{row_id} has no {after.name}", hint="fill it before requiring it")
+        if value is not None and after.type in ("enum", "state") and value not in after.values:
+            raise Conflict(f"{entity.name}/{row_id}.{after.name} is {value!r}, which would not be allowed any more")
+        tx._constrain(entity, table, row_id, list(row.values), {after.name})
+
+
+def backfill(tx: Tx, name: str, label: str) -> tuple[int, int]:
+    """Finish a retype: convert every row that still has its old value; returns how many, and how many could not be."""
+    from .views import arms
+
+    _authorized(tx)
+    entity = _own(tx, name)
+    f = entity.get(label)
+    if not f.was:
+        raise Invalid(f"{name}.{label} is not being retyped")
+    table = tx.work.table(entity)
+    old = table.index[f.was["store"]]
+    done = lost = 0
+    ids = [row[0] for row in tx.session.all(arms(tx.engine, entity.store, tx.chain, [], where=f" and x.{f.was['store']} is not null"))]
+    for number in ids:
+        row = table.get(tx.session, tx.chain, number)
+        if row is None:
+            continue
+        values = list(row.values)
+        stored = table.value(f, values)
+        lost += stored is None and values[old] is not None
+        places = table.set(f, values, stored)
+        tx._write(entity, table, number, row, values, tuple(sorted(places)))
+        done += 1
+    tx.record(FIELD, {"was": None}, f.id)
+    return done, lost
+
+
+def drop(tx: Tx, name: str) -> None:
+    """Take an entity out of the schema; its rows and history stay stored."""
+    _authorized(tx)
+    entity = _own(tx, name)
+    referring = [(e, f) for e, f in tx.schema.referring.get(name, ()) if e.id != entity.id]
+    if referring:
+        other, f = referring[0]
+        raise Conflict(f"{other.name}.{f.name} refers to {name!r}", hint="drop that field first")
+    for f in entity.fields:
+        tx.erase(FIELD, f.id)
+    tx.erase(ENTITY, entity.id)
+
+
+__all__ = ["NotFound", "alter", "backfill", "define", "drop", "ensure_indexes", "new_column"]

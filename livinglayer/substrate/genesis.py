@@ -1,0 +1,76 @@
+"""Genesis: the first tx of a layer, and what opening one checks."""
+
+from __future__ import annotations
+
+import secrets
+from hashlib import sha256
+from typing import Any
+
+from ..errors import Corrupt, Incompatible
+from .chain import GENESIS, clock_seal
+from .engine import Engine, Session, writing
+from .evolve import ensure_indexes
+from .ledger import Ledger, Work, now
+from .schema import FIRST_ID, FORMAT, MAIN, OWNER, OWNER_PERMISSION, SYSTEM, system_rows
+
+
+def token() -> str:
+    return "ll_" + secrets.token_urlsafe(32)
+
+
+def token_hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def begin(engine: Engine, ledger: Ledger, owner_token: str) -> str:
+    """Make the tables and the rows every layer begins with, in one transaction; returns the layer's id."""
+    layer_id = secrets.token_hex(8)
+    with writing(engine) as session:
+        for sql in engine.ledger_tables():
+            session.run(sql)
+        for entity in SYSTEM.entities:
+            if entity.kind == "entity":
+                for sql in engine.tables(entity.store, [(f.store, f.type) for f in entity.fields]):
+                    session.run(sql)
+        at, prefix = now(), engine.schema_prefix
+        for key, value in (("format", str(FORMAT)), ("layer", layer_id)):
+            session.run(f"insert into {prefix}meta values (?, ?)", (key, value))
+        clock = (0, FIRST_ID, 0, at, GENESIS)
+        session.run(f"insert into {prefix}ledger_clock values (1, ?, ?, ?, ?, ?, ?)", (*clock[:3], engine.native("datetime", at), GENESIS, clock_seal(*clock)))
+        execution = ledger.open(OWNER, kind="genesis")
+        work = Work(ledger, session)
+        tx = work.tx(execution, reason=f"layer {layer_id} begins in format {FORMAT}")
+        entities, fields = system_rows()
+        for name, rows in (("entity", entities), ("field", fields)):
+            for row in rows:
+                _put(tx, name, row)
+        _put(tx, "branch", {"id": MAIN, "name": "main", "fork_tx": 0, "base_own": 0, "base_parent": 0, "status": "open"})
+        _put(tx, "principal", {"id": OWNER, "name": "owner", "kind": "human", "token": token_hash(owner_token)})
+        _put(tx, "permission", {"id": OWNER_PERMISSION, "subject": OWNER, "action": "*", "resource": "*", "effect": "allow", "reason": "the owner of the layer", "delegable": True, "granted_by": OWNER})
+        for entity in SYSTEM.entities:
+            if entity.kind == "entity":
+                ensure_indexes(engine, session, entity)
+        tx.touched.clear()
+        tx.finish()
+        work.finish()
+    ledger.executions.discard(execution)
+    return layer_id
+
+
+def _put(tx: Any, name: str, row: dict[str, Any]) -> None:
+    entity = SYSTEM.by_name[name]
+    values = {k: v for k, v in row.items() if k != "id" and v is not None}
+    tx.record(entity, tx._encoded(entity, values), None, row["id"])
+
+
+def identify(engine: Engine, session: Session) -> str:
+    """The id of the layer in this database; Incompatible when a newer release wrote it."""
+    rows = dict(session.all(f"select key, value from {engine.schema_prefix}meta"))
+    try:
+        found = int(rows["format"])
+        layer_id = str(rows["layer"])
+    except (KeyError, ValueError):
+        raise Corrupt("the layer does not say which format it has", hint="restore a backup") from None
+    if found > FORMAT:
+        raise Incompatible(f"the layer has format {found}, this release knows up to {FORMAT}", hint="upgrade livinglayer")
+    return layer_id

@@ -1,0 +1,745 @@
+"""Ledger: the one write path. A mutation belongs to a tx, a tx to an open execution with a scope; there is no other way.
+
+Everything is checked before it is written: types, constraints, transitions, grants, scope, slice. One writer at a time
+holds the layer; writes that are one statement each are committed in groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+from ..errors import Conflict, Denied, Invalid, LayerError, NotFound, TimedOut, Unavailable
+from ..settings import Settings
+from .catalog import Branch, Catalog
+from .chain import GONE, clock_seal, facts_digest, tx_hash
+from .engine import LEDGER, Engine, Session, marks
+from .permissions import Policy, Rules
+from .predicates import Env, Predicate, compile_predicate, same
+from .schema import MAIN, SYSTEM, Entity, Field, Schema, dumps
+from .tables import Row, Table
+from .values import Stored, datetime_text, json_text
+from .views import Chain, Level, arms, field_sql
+
+MAIN_CHAIN: Chain = (Level(MAIN),)
+GUARDED = frozenset({"entity", "field", "branch", "permission", "principal", "membership", "conflict"})  # changed by verbs of their own
+GOVERNING = frozenset({"entity", "field", "permission", "principal", "membership"})  # a change of these ends an epoch
+VERBS = {"entity": "define", "field": "alter", "branch": "fork", "permission": "grant", "principal": "principal", "membership": "principal", "conflict": "resolve"}
+
+
+def now() -> str:
+    return datetime_text(datetime.now(UTC))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What an execution may write: a branch (None: any) and, by entity, actions, fields and rows (None: everything)."""
+
+    branch: str | None = None
+    entities: Mapping[str, Mapping[str, Any]] | None = None
+
+    @staticmethod
+    def of(given: Mapping[str, Any] | None) -> Scope:
+        if given is None:
+            return Scope()
+        unknown = set(given) - {"branch", "entities"}
+        if unknown:
+            raise Invalid(f"a scope has branch and entities, not {', '.join(sorted(unknown))}")
+        entities = given.get("entities")
+        if entities is not None:
+            if isinstance(entities, Sequence) and not isinstance(entities, str):
+                entities = {name: {} for name in entities}
+            for name, part in entities.items():
+                if not isinstance(part, Mapping) or set(part) - {"actions", "fields", "where"}:
+                    raise Invalid(f"the scope of {name!r} has actions, fields and where")
+        return Scope(given.get("branch"), entities)
+
+    def text(self) -> str:
+        return dumps({"branch": self.branch, "entities": self.entities})
+
+
+@dataclass(eq=False)
+class Execution:
+    """One run that may write: who, in which scope. The ledger knows its own; a copy or a forgery opens nothing."""
+
+    principal: int
+    scope: Scope
+    kind: str
+    reason: str | None = None
+    parent: int | None = None
+    trace: str | None = None
+    id: int | None = None  # given with its first tx
+    open: bool = True
+    _predicates: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Clock:
+    """Where the layer is: the row every writer locks."""
+
+    tx: int
+    next_id: int
+    epoch: int
+    at: str
+    hash: bytes
+
+
+class Work:
+    """One transaction of the engine: any number of txs, committed together."""
+
+    _draft = itertools.count()
+
+    def __init__(self, ledger: Ledger, session: Session) -> None:
+        self.ledger, self.session = ledger, session
+        self.engine, self.catalog, self.settings = ledger.engine, ledger.catalog, ledger.settings
+        at = self.engine.portable("at", "datetime")
+        row = session.one(f"select tx, next_id, epoch, {at}, hash from {self.engine.schema_prefix}ledger_clock where one = 1{self.engine.for_update}")
+        if row is None:
+            raise Unavailable("the layer has no clock; it was not made completely", hint="make it anew")
+        self.clock = Clock(row[0], row[1], row[2], row[3], bytes(row[4]))
+        self.version: Any = self.clock.epoch  # what caches go by: the epoch, or a draft of the next one
+        self.opened: list[Execution] = []
+        self.checked: set[int] = set()
+
+    def new_id(self) -> int:
+        self.clock.next_id += 1
+        return self.clock.next_id - 1
+
+    def changed_governing(self, tx: int) -> None:
+        self.clock.epoch = tx
+        self.version = ("draft", next(self._draft))
+
+    def table(self, entity: Entity) -> Table:
+        found: Table = self.catalog._cached(("table", entity.store, self.version), lambda: Table(self.engine, entity.store, self.catalog.columns(self.session, entity.store, self.version)))
+        return found
+
+    def tx(self, execution: Execution, branch: str = "main", **more: Any) -> Tx:
+        return Tx(self, execution, branch, **more)
+
+    def admit(self, execution: Execution) -> None:
+        """The execution is one this ledger opened, and is not over."""
+        if not isinstance(execution, Execution) or execution not in self.ledger.executions or not execution.open:
+            raise Denied("a mutation happens inside an open execution", hint="open one with layer.execution(...)")
+        if execution.id is not None and execution.id not in self.checked:
+            if self.session.one(f"select 1 from {self.engine.schema_prefix}ledger_outcome where execution = ?", (execution.id,)):
+                execution.open = False
+                raise Denied(f"execution {execution.id} is over", hint="open another one")
+            self.checked.add(execution.id)
+
+    def finish(self) -> None:
+        c = self.clock
+        seal = clock_seal(c.tx, c.next_id, c.epoch, c.at, c.hash)
+        at = self.engine.native("datetime", c.at)
+        self.session.run(f"update {self.engine.schema_prefix}ledger_clock set tx = ?, next_id = ?, epoch = ?, at = ?, hash = ?, seal = ?", (c.tx, c.next_id, c.epoch, at, c.hash, seal))
+
+
+class Tx:
+    """One atomic, attributed change of one branch."""
+
+    def __init__(
+        self, work: Work, execution: Execution, branch: str | Branch = "main", reason: str | None = None, cause: str | None = None,
+        key: str | None = None, seen: Iterable[tuple[str, int, int]] = (), merged_from: int | None = None, deferred: bool = True,
+    ) -> None:  # fmt: skip
+        work.admit(execution)
+        self.work, self.session, self.engine, self.execution = work, work.session, work.engine, execution
+        self.number = work.clock.tx + 1
+        self.reason, self.cause, self.merged_from, self.key = _text("reason", reason), _text("cause", cause), merged_from, _text("key", key)
+        self.deferred = deferred  # constraints between rows are looked at when the tx ends
+        if branch == "main":
+            self.branch, self.name, self.chain, self.slices = MAIN, "main", MAIN_CHAIN, []
+        else:
+            found = branch if isinstance(branch, Branch) else work.catalog.branch(work.session, branch, open_only=True)
+            self.branch, self.name, self.chain, self.slices = found.id, found.name, work.catalog.chain(work.session, found), work.catalog.slices(work.session, found)
+        if execution.scope.branch not in (None, self.name):
+            raise Denied(f"execution is scoped to branch {execution.scope.branch!r}, not {self.name!r}")
+        self.policy: Policy = work.catalog.policy(work.session, execution.principal, work.version)
+        self.changes: dict[tuple[int, int], tuple[str, bytes]] = {}
+        self.touched: dict[tuple[str, int], set[str]] = {}  # entity name and id: fields set, for the checks at the end
+        self.facts: list[tuple[str, list[Stored]]] = []
+        self.result: Any = None
+        self._schema: tuple[Any, Schema] | None = None
+        self._request: list[Any] = []
+        for item in seen:
+            self._unchanged(*item)
+
+    @property
+    def schema(self) -> Schema:
+        if self._schema is None or self._schema[0] is not self.work.version:
+            self._schema = (self.work.version, self.work.catalog.schema(self.session, self.chain, self.work.version))
+        return self._schema[1]
+
+    # What people call
+
+    def insert(self, entity: str, values: Mapping[str, Any], number: int | None = None) -> int:
+        """Add a row and return its id; Invalid, Conflict or Denied when it may not be."""
+        found = self._writable(entity)
+        if not isinstance(values, Mapping):
+            raise Invalid(f"a row of {entity!r} is a dict of its fields, not {type(values).__name__}")
+        return self.add(found, self._encoded(found, values), number)
+
+    def update(self, entity: str, number: int, values: Mapping[str, Any], expect: int | None = None) -> int:
+        """Set fields of a row and return the tx, its new version; NotFound, Conflict when it changed since `expect`."""
+        found = self._writable(entity)
+        if not isinstance(values, Mapping):
+            raise Invalid(f"new values of {entity!r} are a dict of fields, not {type(values).__name__}")
+        self.change(found, _id(number), self._encoded(found, values, partial=True), expect)
+        return self.number
+
+    def delete(self, entity: str, number: int, expect: int | None = None) -> int:
+        """Remove a row (its history stays) and what cascades from it; Conflict when something refers to it."""
+        self.remove(self._writable(entity), _id(number), expect)
+        return self.number
+
+    def upsert(self, entity: str, values: Mapping[str, Any], on: Sequence[str]) -> int:
+        """Update the row that has these values in the fields `on`, or add one; returns its id."""
+        found = self._writable(entity)
+        fields = [found.get(name) for name in ([on] if isinstance(on, str) else on)]
+        if not fields or any(values.get(f.name) is None for f in fields):
+            raise Invalid(f"upsert needs a value for each field of `on`: {', '.join(f.name for f in fields) or 'none given'}")
+        stored = self._encoded(found, values, partial=True)
+        number = self._having(found, fields, [stored[f.name] for f in fields], None)
+        if number is None:
+            return self.add(found, self._encoded(found, values), None)
+        self.change(found, number, {k: v for k, v in stored.items() if k not in {f.name for f in fields}}, None)
+        return number
+
+    # Rows
+
+    def _writable(self, name: str) -> Entity:
+        entity = self.schema.get(name)
+        if entity.kind == "ledger":
+            raise Denied(f"{name!r} is the ledger's own: facts are recorded, not written")
+        if name in GUARDED:
+            raise Denied(f"{name!r} is changed by verbs of its own", hint=f"see layer.{VERBS[name]}(...)")
+        return entity
+
+    def _encoded(self, entity: Entity, values: Mapping[str, Any], partial: bool = False) -> dict[str, Stored]:
+        """Stored values by field name; defaults filled in for a new row."""
+        limit, name = self.work.settings.value_bytes, entity.name
+        found: dict[str, Stored] = {}
+        by_name = entity.by_name
+        for label, value in values.items():
+            f = by_name.get(label)
+            if f is None:
+                entity.get(label)
+                raise AssertionError
+            if f.type == "file" and isinstance(value, bytes | bytearray):
+                digest = sha256(value).hexdigest()
+                self.engine.put_blob(digest, bytes(value))
+                value = digest
+            found[label] = f.encode(name, value, limit)
+        if not partial:
+            for f in entity.fields:
+                if f.name not in found and f.initial is not None:
+                    found[f.name] = self._default(entity, f)
+        for f in entity.fields:
+            if f.required and found.get(f.name, 0 if partial else None) is None:
+                raise Invalid(f"{name}.{f.name} is required", hint="give it a value" if f.name in values else "it has no default")
+        return found
+
+    def _default(self, entity: Entity, f: Field) -> Stored:
+        value = f.initial
+        if value == "now()" and f.type in ("date", "datetime"):
+            value = now() if f.type == "datetime" else now()[:10]
+        return f.encode(entity.name, value, self.work.settings.value_bytes)
+
+    def record(self, entity: Entity, stored: Mapping[str, Stored], number: int | None = None, new: int | None = None) -> int:
+        """Write a row of the system's own entities, for a verb that has decided it may: add one, or change `number`."""
+        table = self.work.table(entity)
+        row = None if number is None else table.get(self.session, self.chain, number)
+        if number is None:
+            number, values = self.work.new_id() if new is None else new, [None] * len(table.columns)
+        elif row is None:
+            raise NotFound(f"there is no {entity.name}/{number}")
+        else:
+            values = list(row.values)
+        places: list[int] = []
+        for name, value in stored.items():
+            places += table.set(entity.by_name[name], values, value)
+        self._constrain(entity, table, number, values, set(stored))
+        self._write(entity, table, number, row, values, tuple(sorted(places)))
+        return number
+
+    def erase(self, entity: Entity, number: int) -> None:
+        """Remove a row of the system's own entities, for a verb that has decided it may."""
+        self.remove(entity, number, cascading=True)
+
+    def add(self, entity: Entity, stored: Mapping[str, Stored], number: int | None = None, merging: bool = False) -> int:
+        """Write a new row of stored values by field name."""
+        table = self.work.table(entity)
+        values: list[Stored] = [None] * len(table.columns)
+        for f in entity.fields:
+            value = stored.get(f.name)
+            if value is not None:
+                values[table.index[f.store]] = value
+                if f.type == "state" and not merging and value != f.options["initial"]:
+                    raise Invalid(f"{entity.name}.{f.name}: a new row begins as {f.options['initial']!r}, not {value!r}")
+        number = self.work.new_id() if number is None else number
+        names = set(stored)
+        self._authorize("insert", entity, table, number, None, values, frozenset(names))
+        self._constrain(entity, table, number, values, names)
+        self._write(entity, table, number, None, values, ())
+        return number
+
+    def change(self, entity: Entity, number: int, stored: Mapping[str, Stored], expect: int | None = None, merging: bool = False) -> None:
+        """Write stored values into a row."""
+        table = self.work.table(entity)
+        row = self._current(entity, table, number, "update")
+        self._expected(entity, number, row, expect)
+        values = list(row.values)
+        places: list[int] = []
+        for name, value in stored.items():
+            f = entity.by_name[name]
+            if f.type == "state" and not merging:
+                before = table.value(f, row.values)
+                if before is not None and value != before and value not in f.options["transitions"].get(before, ()):
+                    allowed = ", ".join(f.options["transitions"].get(before, ())) or "nothing"
+                    raise Invalid(f"{entity.name}.{name} can't go from {before!r} to {value!r}", hint=f"from {before!r} it can go to {allowed}")
+            places += table.set(f, values, value)
+        self._authorize("update", entity, table, number, row, values, frozenset(stored))
+        self._constrain(entity, table, number, values, set(stored))
+        self._write(entity, table, number, row, values, tuple(sorted(set(places))))
+
+    def remove(self, entity: Entity, number: int, expect: int | None = None, cascading: bool = False) -> None:
+        table = self.work.table(entity)
+        row = self._current(entity, table, number, "delete")
+        self._expected(entity, number, row, expect)
+        if not cascading:
+            self._authorize("delete", entity, table, number, row, row.values, frozenset())
+        self._write(entity, table, number, row, None, ())
+        for other, f in self.schema.referring.get(entity.name, ()):
+            for child in self._all_having(other, f, number):
+                if f.on_delete == "cascade":
+                    self.remove(other, child, cascading=True)
+                elif f.on_delete == "null":
+                    self._nullify(other, f, child)
+                else:
+                    raise Conflict(f"{entity.name}/{number} is referred to by {other.name}/{child}.{f.name}", hint="delete or change that first")
+
+    def _nullify(self, entity: Entity, f: Field, number: int) -> None:
+        table = self.work.table(entity)
+        row = table.get(self.session, self.chain, number)
+        assert row is not None
+        values = list(row.values)
+        places = table.set(f, values, None)
+        self._write(entity, table, number, row, values, places)
+        self.touched.setdefault((entity.name, number), set()).add(f.name)
+
+    def _current(self, entity: Entity, table: Table, number: int, action: str) -> Row:
+        row = table.get(self.session, self.chain, number)
+        if row is None or not self._in_slice(entity, table, number, row.values):
+            raise NotFound(f"there is no {entity.name}/{number}" + ("" if self.branch == MAIN else f" on branch {self.name!r}"))
+        return row
+
+    def _expected(self, entity: Entity, number: int, row: Row, expect: int | None) -> None:
+        if expect is not None and row.version != expect:
+            raise Conflict(f"{entity.name}/{number} is at version {row.version}, not {expect}", hint="read it again and decide anew")
+
+    def _unchanged(self, entity: str, number: int, tx: int) -> None:
+        """What the caller read is still so."""
+        found = self.schema.get(entity)
+        row = self.work.table(found).get(self.session, self.chain, _id(number))
+        if row is None or row.version > tx:
+            raise Conflict(f"{entity}/{number} has changed since tx {tx}", hint="read it again and decide anew")
+
+    def _write(self, entity: Entity, table: Table, number: int, row: Row | None, values: list[Stored] | None, places: tuple[int, ...]) -> None:
+        key = (entity.id, number)
+        before = self.changes.get(key)
+        again = row is not None and row.version == self.number
+        if values is None and before is not None and before[0] == "i":
+            table.forget(self.session, self.branch, number, self.number)
+            del self.changes[key]
+            self.touched.pop((entity.name, number), None)
+            return
+        if self.branch != MAIN:
+            table.put(self.session, self.branch, number, self.number, values, again)
+        elif values is None:
+            table.delete(self.session, number, self.number)
+        elif row is None:
+            table.insert(self.session, number, self.number, values)
+        else:
+            table.update(self.session, number, self.number, places, values)
+        op = "d" if values is None else "i" if row is None or (before is not None and before[0] == "i") else "u"
+        self.changes[key] = (op, GONE if values is None else table.image(values))
+        if values is None:
+            self.touched.pop((entity.name, number), None)
+        if entity.name in GOVERNING:
+            self.work.changed_governing(self.number)
+
+    # Authority
+
+    def _authorize(self, action: str, entity: Entity, table: Table, number: int, row: Row | None, values: Sequence[Stored], fields: frozenset[str]) -> None:
+        """Grants, scope and slice allow this change of this row, as it was and as it becomes."""
+        rules: Rules = self.policy.rules(action, self.schema, entity, self.name)
+        scope = self.execution.scope.entities
+        if rules.everything and scope is None and not self.slices:
+            return
+        states: list[Mapping[str, Stored]] = []
+        if row is not None:
+            states.append(table.named(entity, row.values, number))
+        if action != "delete":
+            states.append(table.named(entity, values, number))
+        who = self.policy.me["name"]
+        if not rules.everything:
+            for place, state in enumerate(states):
+                why = rules.refusal(fields, state, self._follow)
+                if why is not None:
+                    if row is not None and place == 0 and self.policy.rules("read", self.schema, entity, self.name).refusal(frozenset(), state, self._follow):
+                        raise NotFound(f"there is no {entity.name}/{number}")
+                    raise Denied(f"{who} may not {action} {entity.name}{'' if row is None else f'/{number}'}: {why}", hint=f"layer can {who} {action} {entity.name}",
+                                 rows=[g.id for g, _ in (*rules.denies, *rules.allows)])  # fmt: skip
+        if scope is not None:
+            part = scope.get(entity.name)
+            if part is None or action not in (part.get("actions") or (action,)):
+                raise Denied(f"the execution's scope does not cover {action} of {entity.name!r}")
+            outside = fields - set(part["fields"]) if part.get("fields") is not None and action != "delete" else set()
+            if outside:
+                raise Denied(f"the execution's scope does not cover {entity.name}.{sorted(outside)[0]}")
+            if part.get("where"):
+                predicate = self._scoped(entity, part["where"])
+                if any(predicate.test(Env(state, self.policy.me, self._follow)) is not True for state in states):
+                    raise Denied(f"{entity.name}/{number} is outside the execution's scope ({part['where']})")
+        if self.slices and action != "delete" and not self._in_slice(entity, table, number, values):
+            raise Denied(f"{entity.name}/{number} would leave the slice of branch {self.name!r}")
+
+    def _scoped(self, entity: Entity, text: str) -> Predicate:
+        key = (entity.id, text, self.work.version)
+        found = self.execution._predicates.get(key)
+        if found is None:
+            self.execution._predicates.clear()
+            found = self.execution._predicates[key] = compile_predicate(text, self.schema, entity)
+        return found
+
+    def _in_slice(self, entity: Entity, table: Table, number: int, values: Sequence[Stored]) -> bool:
+        if not self.slices:
+            return True
+        predicates = self.work.catalog.slice_predicates(self.slices, self.schema, entity)
+        if predicates is None:
+            return False
+        state = table.named(entity, values, number)
+        return all(p.test(Env(state, {}, self._follow)) is True for p in predicates)
+
+    def _follow(self, name: str, number: int) -> Mapping[str, Any] | None:
+        entity = self.schema.get(name)
+        table = self.work.table(entity)
+        row = table.get(self.session, self.chain, number)
+        return None if row is None else table.named(entity, row.values, number)
+
+    # Constraints
+
+    def _constrain(self, entity: Entity, table: Table, number: int, values: list[Stored], names: set[str]) -> None:
+        rules = self.schema.rules(entity)
+        if rules:
+            state = table.named(entity, values, number)
+            for f, rule in rules:
+                if rule.test(Env(state, {}, self._follow)) is False:
+                    raise Invalid(f"{entity.name}.{f.name} breaks its check: {f.rule}")
+        if self.deferred:
+            self.touched.setdefault((entity.name, number), set()).update(names)
+        else:
+            self._between(entity, table, number, values, names)
+
+    def _between(self, entity: Entity, table: Table, number: int, values: Sequence[Stored], names: set[str]) -> None:
+        """Constraints between rows: references lead somewhere, unique values are."""
+        for f in entity.references:
+            if f.name in names:
+                value = table.value(f, values)
+                if value is not None and not self._exists(f.target or "", int(value)):
+                    raise Invalid(f"{entity.name}.{f.name}: there is no {f.target}/{value}")
+        for fields in entity.unique_sets:
+            if any(f.name in names for f in fields):
+                wanted = [table.value(f, values) for f in fields]
+                if None not in wanted and (other := self._having(entity, fields, wanted, number)) is not None:
+                    shown = ", ".join(f"{f.name} {v!r}" for f, v in zip(fields, wanted, strict=True))
+                    raise Conflict(f"{entity.name} with {shown} is there already: {entity.name}/{other}")
+
+    def _exists(self, name: str, number: int) -> bool:
+        entity = self.schema.by_name.get(name)
+        if entity is None:
+            return False
+        table = self.work.table(entity)
+        row = table.get(self.session, self.chain, number)
+        return row is not None and self._in_slice(entity, table, number, row.values)
+
+    def _having(self, entity: Entity, fields: Sequence[Field], wanted: Sequence[Stored], other_than: int | None) -> int | None:
+        found = self._find(entity, fields, wanted, other_than, " limit 1")
+        return found[0] if found else None
+
+    def _all_having(self, entity: Entity, f: Field, number: int) -> list[int]:
+        return self._find(entity, [f], [number], None, "")
+
+    def _find(self, entity: Entity, fields: Sequence[Field], wanted: Sequence[Stored], other_than: int | None, tail: str) -> list[int]:
+        """The ids of rows with these values, as this tx sees them."""
+        where = "".join(f" and {self._equal(f)}" for f in fields) + ("" if other_than is None else " and x.id <> ?")
+        params = [self.engine.native(f.type, v) for f, v in zip(fields, wanted, strict=True)] + ([] if other_than is None else [other_than])
+        sql = arms(self.engine, entity.store, self.chain, [], where=where) + tail
+        return [row[0] for row in self.session.all(sql, params * len(self.chain))]
+
+    def _equal(self, f: Field) -> str:
+        column = field_sql(self.engine, f, lambda expression, kind: expression)
+        return f"{column} {self.engine.collate(f.type)}= ?"
+
+    # The end
+
+    def fact(self, table: str, *values: Stored) -> None:
+        """Record a ledger row with this tx (its tx column comes last)."""
+        columns = LEDGER[table][0]
+        row = [*values, self.number] if table != "ledger_prune" else list(values)
+        native = [self.engine.native(kind, v) for (_, kind), v in zip(columns, row, strict=True)]
+        self.session.run(f"insert into {self.engine.schema_prefix}{table} values ({marks(len(row))})", native)
+        self.facts.append((table, row))
+
+    def recall(self, request: Any) -> bool:
+        """With an idempotency key: whether this request was done before (then `result` is what it gave)."""
+        if self.key is None:
+            return False
+        digest = sha256(repr(request).encode()).hexdigest()
+        row = self.session.one(f"select digest, result, tx from {self.engine.schema_prefix}ledger_key where principal = ? and key = ?", (self.execution.principal, self.key))
+        if row is None:
+            self._request = [digest]
+            return False
+        if row[0] != digest:
+            raise Conflict(f"idempotency key {self.key!r} was used for another request", hint="use a new key")
+        import json
+
+        self.result, self.number = json.loads(row[1]), row[2]
+        return True
+
+    def finish(self, result: Any = None) -> int:
+        """Check what spans rows, then record the tx; returns its number."""
+        for (name, number), names in self.touched.items():
+            entity = self.schema.by_name.get(name)
+            if entity is None:
+                continue
+            table = self.work.table(entity)
+            row = table.get(self.session, self.chain, number)
+            if row is not None:
+                self._between(entity, table, number, row.values, names)
+        self.result = result
+        work, execution, clock = self.work, self.execution, self.work.clock
+        at = max(now(), clock.at)
+        if execution.id is None:
+            execution.id = work.new_id()
+            work.opened.append(execution)
+            box = f"b{execution.id}"
+            self.fact("ledger_box", box, "process", execution.principal, None, at)
+            self.fact("ledger_execution", execution.id, execution.principal, execution.parent, box, execution.kind, execution.scope.text(), execution.reason, execution.trace, at)
+        if self.key is not None and self._request:
+            self.fact("ledger_key", execution.principal, self.key, self._request[0], json_text("result", result))
+        own = (self.number, self.branch, at, execution.principal, execution.id, self.cause, self.reason, self.merged_from)
+        changes = sorted((e, i, op, img) for (e, i), (op, img) in self.changes.items())
+        digest = tx_hash(clock.hash, own, changes, facts_digest(self.facts))
+        prefix, native = self.engine.schema_prefix, self.engine.native("datetime", at)
+        self.session.run(f"insert into {prefix}ledger_tx values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (self.number, self.branch, native, *own[3:], digest))
+        rows = [(self.branch, self.number, e, i, op, img) for e, i, op, img in changes]
+        sql = f"insert into {prefix}ledger_change values (?, ?, ?, ?, ?, ?)"
+        if len(rows) == 1:
+            self.session.run(sql, rows[0])
+        elif rows:
+            self.session.many(sql, rows)
+        clock.tx, clock.at, clock.hash = self.number, at, digest
+        return self.number
+
+    @property
+    def dirty(self) -> bool:
+        return bool(self.changes or self.facts or self.merged_from)
+
+
+def _id(number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise Invalid(f"an id is an int, not {number!r}")
+    return number
+
+
+def _text(what: str, value: Any) -> str | None:
+    from .values import text
+
+    return None if value is None else text(what, value, 100_000)
+
+
+@dataclass
+class _Request:
+    """One write waiting for the next group."""
+
+    act: Callable[[Work], Any]
+    ready: threading.Lock
+    done: bool = False
+    result: Any = None
+    error: BaseException | None = None
+
+
+class Ledger:
+    """Hands the layer to one writer at a time and commits small writes in groups."""
+
+    def __init__(self, engine: Engine, catalog: Catalog, settings: Settings) -> None:
+        self.engine, self.catalog, self.settings = engine, catalog, settings
+        self.executions: set[Execution] = set()
+        self._writing = threading.Lock()
+        self._mutex = threading.Lock()
+        self._queue: list[_Request] = []
+        self._leading = False
+
+    def open(self, principal: int, scope: Mapping[str, Any] | None = None, kind: str = "direct", reason: str | None = None, parent: int | None = None, trace: str | None = None) -> Execution:
+        """Open an execution; its row is written with its first tx."""
+        execution = Execution(principal, Scope.of(scope), kind, reason, parent, trace)
+        self.executions.add(execution)
+        return execution
+
+    def end(self, execution: Execution, status: str = "done", result: Any = None) -> None:
+        """Close an execution; nothing can be written in it any more."""
+        if execution not in self.executions or not execution.open:
+            return
+        try:
+            if execution.id is not None:
+                with self.work() as work:
+                    tx = work.tx(execution, reason=None, cause=f"end of execution {execution.id}")
+                    tx.fact("ledger_outcome", execution.id, status, now(), None if result is None else json_text("result", result))
+                    tx.finish()
+        finally:
+            execution.open = False
+            self.executions.discard(execution)
+
+    def work(self, timeout: float | None = None) -> _Exclusive:
+        """The layer for one writer, until the block ends: committed, or rolled back by an exception."""
+        return _Exclusive(self, timeout)
+
+    def submit(self, act: Callable[[Work], Any]) -> Any:
+        """Run one small write; writes that arrive meanwhile share the next commit."""
+        ready = threading.Lock()
+        ready.acquire()
+        request = _Request(act, ready)
+        with self._mutex:
+            self._queue.append(request)
+            lead = not self._leading
+            self._leading = True
+        if not lead:
+            ready.acquire()
+        if not request.done:
+            self._lead(request)
+        if request.error is not None:
+            raise request.error
+        return request.result
+
+    def _lead(self, own: _Request) -> None:
+        batch: list[_Request] = []
+        try:
+            if not self._writing.acquire(timeout=self.settings.busy_seconds):
+                with self._mutex:
+                    batch, self._queue = self._queue, []
+                error = Unavailable("another transaction holds the layer", hint="try again")
+                for request in batch:
+                    request.error = error
+                return
+            try:
+                with self._mutex:
+                    batch, self._queue = self._queue, []
+                self._group(batch)
+            finally:
+                self._writing.release()
+        finally:
+            with self._mutex:
+                following = self._queue[0] if self._queue else None
+                self._leading = following is not None
+            for request in batch:
+                request.done = True
+                if request is not own:
+                    request.ready.release()
+            if following is not None:
+                following.ready.release()
+
+    def _group(self, batch: list[_Request]) -> None:
+        """Run all of a batch in one commit; when the engine fails it, each on its own."""
+        try:
+            self._together(batch)
+        except LayerError as error:
+            if len(batch) == 1 or isinstance(error, Unavailable):
+                for request in batch:
+                    request.error = error
+            else:
+                for request in batch:
+                    self._group([request])
+        except BaseException as error:
+            for request in batch:
+                request.error = request.error or error
+
+    def _together(self, batch: list[_Request]) -> None:
+        session = self.engine.begin()
+        opened: list[Execution] = []
+        try:
+            with self.engine.translating():
+                work = Work(self, session)
+                opened = work.opened
+                for request in batch:
+                    try:
+                        request.result = request.act(work)
+                        request.error = None
+                    except LayerError as error:
+                        if work.clock.tx < 0:
+                            raise
+                        request.error = error
+                work.finish()
+            self.engine.commit()
+        except BaseException:
+            self.engine.rollback()
+            for execution in opened:
+                execution.id = None
+            for request in batch:
+                request.error = None
+            raise
+
+
+class _Exclusive:
+    """The layer, held by one writer for a `with` block."""
+
+    def __init__(self, ledger: Ledger, timeout: float | None) -> None:
+        self.ledger, self.timeout = ledger, timeout
+
+    def __enter__(self) -> Work:
+        ledger = self.ledger
+        if not ledger._writing.acquire(timeout=ledger.settings.busy_seconds):
+            raise Unavailable("another transaction holds the layer", hint="try again; a long transaction may be open")
+        try:
+            session = ledger.engine.begin()
+            try:
+                with ledger.engine.translating():
+                    self.work = Work(ledger, session)
+            except BaseException:
+                ledger.engine.rollback()
+                raise
+        except BaseException:
+            ledger._writing.release()
+            raise
+        self.deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        return self.work
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        ledger = self.ledger
+        try:
+            if error is not None:
+                raise error
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                raise TimedOut(f"the transaction was open longer than {self.timeout} s; nothing was written")
+            with ledger.engine.translating():
+                self.work.finish()
+            ledger.engine.commit()
+        except BaseException:
+            ledger.engine.rollback()
+            for execution in self.work.opened:
+                execution.id = None
+            with ledger.engine.translating():
+                raise
+        finally:
+            ledger._writing.release()
+
+
+def unequal(a: Sequence[Stored], b: Sequence[Stored]) -> bool:
+    return any(not same(x, y) for x, y in zip(a, b, strict=True))
+
+
+__all__ = ["GOVERNING", "GUARDED", "MAIN_CHAIN", "SYSTEM", "Execution", "Ledger", "Scope", "Tx", "Work", "now", "unequal"]

@@ -1,0 +1,191 @@
+"""Permissions: grants as rows decide. No row means no, a deny wins, and every answer names the rows behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Denied, Invalid
+from .predicates import Env, Me, Predicate, compile_predicate
+from .schema import MAIN, SYSTEM, Entity, Schema
+from .views import Level, ReadRule
+
+if TYPE_CHECKING:
+    from .catalog import Catalog
+    from .engine import Session
+
+WRITES = ("insert", "update", "delete")
+ACTIONS = ("read", *WRITES, "write", "fork", "merge", "define", "grant", "impersonate", "call", "*")
+
+
+@dataclass(frozen=True)
+class Grant:
+    """One permission row that holds now, with the conditions it inherits from those it was delegated from."""
+
+    id: int
+    action: str
+    resource: str
+    effect: str
+    fields: frozenset[str] | None
+    branch: str | None
+    where: tuple[tuple[str, Mapping[str, Any]], ...]  # texts with whose `:me` each speaks of
+    delegable: bool
+    valid_from: datetime | None
+    valid_to: datetime | None
+
+    def covers(self, action: str, resource: str, branch: str | None) -> bool:
+        if self.action not in ("*", action) and not (self.action == "write" and action in WRITES):
+            return False
+        return self.resource in ("*", resource) and (self.branch is None or branch is None or self.branch == branch)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An answer of `can`: truthy when allowed, with the permission rows that decided."""
+
+    allowed: bool
+    rows: list[dict[str, Any]]
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.allowed
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The grants that speak of one action on one entity, compiled."""
+
+    allows: tuple[tuple[Grant, tuple[tuple[Predicate, Me], ...]], ...]
+    denies: tuple[tuple[Grant, tuple[tuple[Predicate, Me], ...]], ...]
+
+    @property
+    def everything(self) -> bool:
+        return not self.denies and any(not where and g.fields is None for g, where in self.allows)
+
+    def read_rule(self) -> ReadRule:
+        return ReadRule(tuple((w, g.fields) for g, w in self.allows), tuple((w, g.fields) for g, w in self.denies))
+
+    def refusal(self, fields: frozenset[str], row: Mapping[str, Any], follow: Any) -> str | None:
+        """Why the row may not be touched in these fields; None when it may."""
+
+        def holds(where: tuple[tuple[Predicate, Me], ...]) -> bool | None:
+            answer: bool | None = True
+            for predicate, me in where:
+                value = predicate.test(Env(row, me, follow))
+                if value is False:
+                    return False
+                answer = answer and value
+            return answer
+
+        for grant, where in self.denies:
+            if (grant.fields is None or grant.fields & fields) and holds(where) is not False:
+                return f"permission {grant.id} denies it"
+        given = [g for g, where in self.allows if holds(where)]
+        if not given:
+            return "no permission allows it"
+        if any(g.fields is None for g in given):
+            return None
+        missing = fields - frozenset().union(*(g.fields for g in given if g.fields is not None))
+        return f"no permission covers {', '.join(sorted(missing))}" if missing else None
+
+
+@dataclass
+class Policy:
+    """Everything granted to one principal, itself or through its roles."""
+
+    principal: int
+    me: Mapping[str, Any]
+    grants: tuple[Grant, ...]
+    until: datetime | None  # when a validity interval begins or ends and this must be read again
+    key: str
+    _rules: dict[Any, Rules] = field(default_factory=dict)
+
+    def expired(self) -> bool:
+        return self.until is not None and datetime.now(UTC) >= self.until
+
+    def rules(self, action: str, schema: Schema, entity: Entity, branch: str | None) -> Rules:
+        key = (action, id(schema), entity.id, branch)
+        found = self._rules.get(key)
+        if found is None or found[0] is not schema:  # type: ignore[index]
+            rules = Rules(*(tuple(self._compile(g, schema, entity) for g in self.grants if g.effect == effect and g.covers(action, entity.name, branch)) for effect in ("allow", "deny")))
+            self._rules[key] = (schema, rules)  # type: ignore[assignment]
+            return rules
+        return found[1]  # type: ignore[index]
+
+    def _compile(self, grant: Grant, schema: Schema, entity: Entity) -> tuple[Grant, tuple[tuple[Predicate, Me], ...]]:
+        try:
+            return grant, tuple((compile_predicate(text, schema, entity), me) for text, me in grant.where)
+        except Invalid:
+            if grant.resource == "*" and grant.effect == "allow":  # speaks of fields this entity has not
+                return grant, ((compile_predicate("false", schema, entity), grant.where[0][1]),)
+            if grant.effect == "deny":
+                return grant, ()  # a prohibition that can't be read any more prohibits
+            return grant, ((compile_predicate("false", schema, entity), grant.where[0][1]),)
+
+    def decide(self, action: str, resource: str, branch: str | None = None) -> tuple[bool, list[Grant]]:
+        """Whether an action on something that has no rows is allowed, and the grants that say so."""
+        speaking = [g for g in self.grants if g.covers(action, resource, branch)]
+        denies = [g for g in speaking if g.effect == "deny" and not g.where]
+        if denies:
+            return False, denies
+        allows = [g for g in speaking if g.effect == "allow"]
+        return bool(allows), allows
+
+    def require(self, action: str, resource: str, branch: str | None = None) -> None:
+        allowed, grants = self.decide(action, resource, branch)
+        if not allowed:
+            by = f"permission {grants[0].id} denies it" if grants else "no permission allows it"
+            raise Denied(f"{self.me['name']} may not {action} {resource}: {by}", hint=f"layer can {self.me['name']} {action} {resource}", rows=[g.id for g in grants])
+
+    def sovereign(self) -> bool:
+        """Holds everything without conditions: an owner."""
+        return any(g.action == "*" and g.resource == "*" and g.effect == "allow" and not g.where and g.fields is None and g.branch is None for g in self.grants) and not any(
+            g.effect == "deny" for g in self.grants
+        )
+
+
+def load_policy(catalog: Catalog, session: Session, principal: int, as_of: int | None) -> Policy:
+    """Read the permission rows that speak of a principal or a role it holds."""
+    chain = (Level(MAIN, as_of),)
+    entities = SYSTEM.by_name
+    people = {row["id"]: row for row in catalog.rows(session, entities["principal"], chain)}
+    held: dict[int, set[int]] = {}
+    for row in catalog.rows(session, entities["membership"], chain):
+        held.setdefault(row["member"], set()).add(row["role"])
+    subjects, frontier = {principal}, [principal]
+    while frontier:
+        for role in held.get(frontier.pop(), ()):
+            if role not in subjects:
+                subjects.add(role)
+                frontier.append(role)
+    rows = {row["id"]: row for row in catalog.rows(session, entities["permission"], chain)}
+    now = datetime.now(UTC)
+    grants, edges = [], []
+
+    def me_of(number: int) -> dict[str, Any]:
+        person = people.get(number, {})
+        return {**{k: v for k, v in (person.get("attributes") or {}).items() if isinstance(v, str | int | bool)}, "id": number, "name": person.get("name")}
+
+    for row in rows.values():
+        if row["subject"] not in subjects:
+            continue
+        where, holds, link, whose, seen = [], True, row, principal, set()
+        while link is not None and holds:
+            edges += [t for t in (link["valid_from"], link["valid_to"]) if t is not None and t > now]
+            holds = (link["valid_from"] is None or link["valid_from"] <= now) and (link["valid_to"] is None or now < link["valid_to"])
+            if link["predicate"]:
+                where.append((link["predicate"], me_of(whose)))
+            if link["source"] is None:
+                break
+            whose = link["granted_by"]  # what was delegated is the granter's own reach
+            seen.add(link["id"])
+            link = rows.get(link["source"])
+            holds = holds and link is not None and link["id"] not in seen
+        if holds:
+            grants.append(Grant(row["id"], row["action"], row["resource"], row["effect"], None if row["fields"] is None else frozenset(row["fields"]),
+                                row["branch"], tuple(where), bool(row["delegable"]), row["valid_from"], row["valid_to"]))  # fmt: skip
+    me = me_of(principal)
+    ordered = tuple(sorted(grants, key=lambda g: g.id))
+    return Policy(principal, me, ordered, min(edges, default=None), repr((ordered, sorted(me.items(), key=str))))

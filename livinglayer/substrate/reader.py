@@ -1,0 +1,51 @@
+"""The program of a reader process: answers queries from its standard input within a memory limit."""
+
+import resource
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import apsw
+
+from ..errors import LayerError, LimitExceeded, TimedOut
+from ..settings import Settings
+from .catalog import Catalog
+from .reads import Reads, packed, receive, send
+from .sqlite import SqliteEngine
+
+
+def main() -> None:
+    directory, memory = Path(sys.argv[1]), int(sys.argv[2])
+    apsw.hard_heap_limit(memory)
+    resource.setrlimit(resource.RLIMIT_AS, (memory + (1 << 30), memory + (1 << 30)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    engine = SqliteEngine(directory, Settings())
+    reads = Reads(Catalog(engine), Settings(), isolate=False)
+    while (request := receive(0)) is not None:
+        send(1, answer(reads, request, memory))
+
+
+def answer(reads: Reads, request: list, memory: int) -> dict:  # type: ignore[type-arg]
+    sql, params, branch, moment, principal, seconds, most = request
+    as_of = datetime.fromisoformat(moment) if isinstance(moment, str) else moment
+    try:
+        names, kinds, rows = reads.raw(sql, params, branch, as_of, principal, time.monotonic() + seconds, most)
+        size = 0
+        for row in rows:
+            size += sum(len(v) if isinstance(v, str | bytes) else 8 for v in row)
+            if size > memory // 4:
+                raise LimitExceeded(f"the answer is larger than {memory // 4} bytes", hint="ask for less at a time")
+        return {"names": names, "kinds": kinds, "rows": [[packed(v) for v in row] for row in rows]}
+    except LayerError as error:
+        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+    except MemoryError:
+        return {"error": "LimitExceeded", "message": "the query needs more memory than it may have", "hint": "ask for less at a time"}
+    except RecursionError:
+        return {"error": "Invalid", "message": "the query is nested too deeply", "hint": None}
+
+
+__all__ = ["TimedOut", "main"]
+
+if __name__ == "__main__":
+    main()

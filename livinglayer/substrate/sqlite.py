@@ -1,0 +1,586 @@
+"""SQLite: the embedded engine, through apsw.
+
+Everything that only SQLite needs is here: connections and durability, column types, the decimal collation and sum,
+TEMP views, and the authorizer that keeps raw SQL inside them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import apsw
+
+from ..errors import Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
+from ..settings import Settings
+from .engine import LEDGER, LIVE, Session
+from .reads import Answer, Source, as_dicts, shaped
+from .values import convert, decimal_text, parameter
+
+SCHEMA_FILE = "layer.db"
+_COLUMN = {
+    "int": "INTEGER", "ref": "INTEGER", "float": "REAL", "bool": "BOOL_INT", "decimal": "DECIMAL_TEXT COLLATE exact",
+    "date": "DATE_TEXT", "datetime": "DATETIME_TEXT", "json": "JSON_TEXT", "blob": "BLOB",
+}  # fmt: skip
+DECLARED = {"DECIMAL_TEXT": "decimal", "DATE_TEXT": "date", "DATETIME_TEXT": "datetime", "JSON_TEXT": "json", "BOOL_INT": "bool"}
+
+# What raw SQL may call: no files, no state, no randomness that allocates.
+FUNCTIONS = frozenset(
+    """abs acos asin atan atan2 avg ceil ceiling char coalesce concat concat_ws cos count cume_dist date datetime
+    degrees dense_rank exp first_value floor format glob group_concat hex iif if ifnull instr json json_array
+    json_array_length json_extract json_group_array json_group_object json_insert json_object json_patch json_quote
+    json_remove json_replace json_set json_type json_valid julianday lag last_value lead length like ln log log10 log2
+    lower ltrim max median min mod nth_value ntile nullif octet_length percent_rank percentile percentile_cont pi pow
+    power printf quote radians random rank replace round row_number rtrim sign sin sqrt strftime string_agg substr
+    substring sum tan time timediff total trim trunc typeof unhex unicode unixepoch upper -> ->>""".split()
+)
+TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
+_LIMITS = {
+    apsw.SQLITE_LIMIT_LENGTH: 32 << 20, apsw.SQLITE_LIMIT_SQL_LENGTH: 100_000, apsw.SQLITE_LIMIT_EXPR_DEPTH: 300,
+    apsw.SQLITE_LIMIT_COMPOUND_SELECT: 200, apsw.SQLITE_LIMIT_VDBE_OP: 500_000, apsw.SQLITE_LIMIT_ATTACHED: 0,
+    apsw.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 500, apsw.SQLITE_LIMIT_TRIGGER_DEPTH: 0, apsw.SQLITE_LIMIT_WORKER_THREADS: 0,
+    apsw.SQLITE_LIMIT_FUNCTION_ARG: 100, apsw.SQLITE_LIMIT_VARIABLE_NUMBER: 2000,
+}  # fmt: skip
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """SQLite's errors as ours."""
+    try:
+        yield
+    except (apsw.BusyError, apsw.LockedError):
+        raise Unavailable("another writer holds the layer", hint="try again; a long transaction may be open elsewhere") from None
+    except apsw.FullError:
+        raise Unavailable("the disk is full", hint="free some space; nothing was written, reads go on") from None
+    except (apsw.CorruptError, apsw.NotADBError) as error:
+        raise Corrupt(f"the layer's file is damaged: {error}", hint="layer verify says where; restore a backup") from None
+    except apsw.IOError as error:
+        raise Unavailable(f"the layer's file can't be read or written: {error}", hint="is the disk full or gone?") from None
+    except (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError) as error:
+        raise Unavailable(f"the layer's file can't be opened for writing: {error}", hint="check the permissions of .layer/") from None
+    except apsw.NoMemError:
+        raise LimitExceeded("the statement needs more memory than it may have") from None
+
+
+def _exact(a: str, b: str) -> int:
+    """Order decimals by value; what is no number sorts as text, after numbers."""
+    try:
+        x, y = Decimal(a), Decimal(b)
+        return (x > y) - (x < y)
+    except InvalidOperation:
+        return (a > b) - (a < b)
+
+
+class _Sum:
+    """sum() that is exact for decimals and otherwise as SQLite's own."""
+
+    def __init__(self) -> None:
+        self.count, self.total, self.exact = 0, 0, False
+
+    def step(self, value: Any) -> None:
+        self._add(value, 1)
+
+    def inverse(self, value: Any) -> None:
+        self._add(value, -1)
+
+    def _add(self, value: Any, sign: int) -> None:
+        if value is None:
+            return
+        if isinstance(value, str):
+            try:
+                value, self.exact = Decimal(value), True
+            except InvalidOperation:
+                value = 0
+        if isinstance(value, float) and isinstance(self.total, Decimal):
+            self.total = float(self.total)
+        elif isinstance(value, Decimal) and isinstance(self.total, float):
+            value = float(value)
+        self.count += sign
+        self.total += sign * value
+
+    def value(self) -> Any:
+        if self.count == 0:
+            return None
+        if isinstance(self.total, Decimal):
+            return decimal_text(self.total)
+        if isinstance(self.total, int) and not -(2**63) <= self.total < 2**63:
+            raise Invalid("sum: integer overflow")
+        return self.total
+
+    final = value
+
+
+def connect(path: str | Path, settings: Settings, flags: int = apsw.SQLITE_OPEN_READWRITE) -> apsw.Connection:
+    with translated():
+        connection = apsw.Connection(str(path), flags=flags, statementcachesize=300)
+        connection.set_busy_timeout(int(settings.busy_seconds * 1000))
+        connection.config(apsw.SQLITE_DBCONFIG_ENABLE_QPSG, 1)  # else STAT4 re-prepares on each new binding
+        connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 1)
+        connection.create_collation("exact", _exact)
+        connection.create_scalar_function("layer_convert", _convert, 3, deterministic=True)
+        connection.execute("pragma cache_size = -16000; pragma temp_store = memory")
+    return connection
+
+
+def _convert(old: str, new: str, value: Any) -> Any:
+    return convert(old, new, value)
+
+
+if TYPE_CHECKING:
+    from .ledger import Tx
+
+
+class SqliteSession:
+    """Statements on one connection, inside its transaction."""
+
+    def __init__(self, connection: apsw.Connection) -> None:
+        self.connection = connection
+        self.execute = connection.execute
+
+    def all(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        return self.execute(sql, params).fetchall()
+
+    def one(self, sql: str, params: Sequence[Any] = ()) -> tuple[Any, ...] | None:
+        return self.execute(sql, params).fetchone()
+
+    def run(self, sql: str, params: Sequence[Any] = ()) -> None:
+        self.execute(sql, params)
+
+    def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        self.connection.executemany(sql, rows)
+
+    def stream(self, sql: str, params: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        return iter(self.execute(sql, params))
+
+
+class Stale(Exception):
+    """A view was made before the schema or a policy changed; make it anew."""
+
+
+class SqliteEngine:
+    """A layer in a directory."""
+
+    stale = Stale
+
+    dialect: Literal["sqlite"] = "sqlite"
+    schema_prefix = "main."
+    null_tx = "null"
+    for_update = ""
+    index_prefix = ""
+    barrier = " limit -1"  # keeps SQLite from evaluating a caller's conditions on rows the view hides
+
+    def __init__(self, directory: Path, settings: Settings) -> None:
+        self.directory, self.settings = directory, settings
+        self.path = directory / SCHEMA_FILE
+        self.location = str(directory)
+        self._writer: apsw.Connection | None = None
+        self._session: SqliteSession | None = None
+        self._readers: list[apsw.Connection] = []
+        self._pool = threading.Lock()
+
+    # Connections
+
+    def exists(self) -> bool:
+        return self.path.exists() and self.path.stat().st_size > 0
+
+    def has_table(self, session: Session, name: str) -> bool:
+        return session.one("select 1 from sqlite_schema where type = 'table' and name = ?", (name,)) is not None
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Keep others from making the same layer at the same time."""
+        with open(self.directory / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def create(self) -> bool:
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.exists():
+            return False
+        connection = connect(self.path, self.settings, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
+        os.chmod(self.path, 0o600)
+        with translated():
+            connection.execute("pragma auto_vacuum = none; pragma journal_mode = wal")
+        connection.close()
+        return True
+
+    def begin(self) -> Session:
+        if self._writer is None:
+            self._writer = connect(self.path, self.settings)
+            with translated():
+                self._writer.execute("pragma synchronous = full; pragma wal_autocheckpoint = 2000; pragma journal_size_limit = 67108864")
+            self._session = SqliteSession(self._writer)
+        with translated():
+            self._writer.execute("begin immediate")
+        assert self._session is not None
+        return self._session
+
+    def commit(self) -> None:
+        assert self._writer is not None
+        with translated():
+            self._writer.execute("commit")
+
+    def rollback(self) -> None:
+        if self._writer is not None and self._writer.in_transaction:
+            try:
+                self._writer.execute("rollback")
+            except apsw.Error:
+                self._writer.close(True)
+                self._writer = None
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        with self._pool:
+            connection = self._readers.pop() if self._readers else None
+        if connection is None:
+            connection = connect(self.path, self.settings)
+        try:
+            with translated():
+                connection.execute("begin")
+                try:
+                    yield SqliteSession(connection)
+                finally:
+                    if connection.in_transaction:
+                        connection.execute("rollback")
+        finally:
+            with self._pool:
+                self._readers.append(connection)
+
+    def reader(self, source: Source) -> Reader:
+        connection = connect(self.path, self.settings, apsw.SQLITE_OPEN_READONLY)
+        for limit, value in _LIMITS.items():
+            connection.limit(limit, value)
+        return Reader(connection, source)
+
+    def inside(self, tx: Tx, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
+        """A guarded query within the write transaction, which sees what it has written."""
+        assert self._writer is not None
+        source = Source(tx.work.catalog, tx.session, tx.work.catalog.branch(tx.session, tx.name), None, tx.policy, tx.work.version)
+        reader = Reader(self._writer, source)
+        try:
+            return as_dicts(*reader.answer(sql, params, deadline, limit))
+        finally:
+            reader.unbind()
+
+    def close(self) -> None:
+        with self._pool:
+            connections, self._readers = self._readers, []
+        for connection in [*connections, *([self._writer] if self._writer else [])]:
+            connection.close(True)
+        self._writer = None
+
+    def translating(self) -> Any:
+        return translated()
+
+    # Types and tables
+
+    def collate(self, kind: str) -> str:
+        return "collate exact " if kind == "decimal" else ""
+
+    def column(self, kind: str) -> str:
+        return _COLUMN.get(kind, "TEXT")
+
+    def portable(self, expression: str, kind: str) -> str:
+        return expression
+
+    def native(self, kind: str, stored: Any) -> Any:
+        return stored
+
+    def shown(self, expression: str, kind: str) -> str:
+        return expression
+
+    def hex(self, expression: str) -> str:
+        return f"lower(hex({expression}))"
+
+    def converted(self, expression: str, old: str, new: str) -> str:
+        return f"layer_convert('{old}', '{new}', {expression})"
+
+    def ledger_tables(self) -> list[str]:
+        made = []
+        for name, (columns, key, indexes) in LEDGER.items():
+            listed = ", ".join(f"{column} {self.column(kind)}" for column, kind in columns)
+            rowid = key == [columns[0][0]] and columns[0][1] == "int"
+            if rowid:
+                listed = listed.replace(f"{key[0]} INTEGER", f"{key[0]} INTEGER PRIMARY KEY", 1)
+                made.append(f"create table {name}({listed})")
+            else:
+                made.append(f"create table {name}({listed}, primary key({', '.join(key)})) without rowid")
+            made += [f"create index {name}_{'_'.join(on)} on {name}({', '.join(on)})" for on in indexes]
+        made.append("create index ledger_change_system on ledger_change(branch, entity, tx) where entity < 2000")
+        return made
+
+    def tables(self, store: str, columns: Sequence[tuple[str, str]]) -> list[str]:
+        listed = "".join(f", {name} {self.column(kind)}" for name, kind in columns)
+        return [
+            f"create table {store}(id INTEGER PRIMARY KEY, _tx INTEGER NOT NULL{listed})",
+            f"create table {store}__h(id INTEGER NOT NULL, tx_from INTEGER NOT NULL, tx_to INTEGER NOT NULL{listed}, primary key(tx_to, id)) without rowid",
+            f"create index {store}__h_id on {store}__h(id)",
+            f"create table {store}__d(branch INTEGER NOT NULL, id INTEGER NOT NULL, tx_from INTEGER NOT NULL, tx_to INTEGER NOT NULL, del INTEGER NOT NULL{listed}, primary key(branch, id, tx_from)) without rowid",
+            *self.triggers(store, [name for name, _ in columns]),
+        ]
+
+    def triggers(self, store: str, columns: Sequence[str]) -> list[str]:
+        names, old = "".join(f", {c}" for c in columns), "".join(f", old.{c}" for c in columns)
+        return [
+            f"drop trigger if exists {store}__u",
+            f"drop trigger if exists {store}__x",
+            f"create trigger {store}__u before update on {store} when new._tx <> old._tx begin"
+            f" select raise(abort, 'a version can not be older than the one it replaces') where new._tx < old._tx;"
+            f" insert into {store}__h(id, tx_from, tx_to{names}) values (old.id, old._tx, new._tx{old}); end",
+            f"create trigger {store}__x before delete on {store} begin"
+            f" insert into {store}__h(id, tx_from, tx_to{names}) select old.id, old._tx, c.tx{old} from ledger_clock c where c.tx > old._tx; end",
+        ]
+
+    def columns(self, session: Session, table: str) -> list[tuple[str, str]]:
+        rows = session.all("select name, type from pragma_table_info(?)", (table,))
+        kinds = {"INTEGER": "int", "REAL": "float", "BLOB": "blob"}
+        return [(name, kinds.get(kind) or DECLARED.get(kind, "text")) for name, kind in rows]
+
+    def same_statement(self, there: str, wanted: str) -> bool:
+        return there.lower() == wanted.lower()
+
+    def statements(self, session: Session) -> dict[str, str]:
+        """What makes the tables, indexes and triggers as they are now, by name."""
+        return {name: sql for name, sql in session.all("select name, sql from sqlite_schema where sql is not null order by name")}
+
+    # Blobs
+
+    def _blob(self, digest: str) -> Path:
+        return self.directory / "blobs" / digest[:2] / digest[2:]
+
+    def put_blob(self, digest: str, data: bytes) -> None:
+        path = self._blob(digest)
+        if path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            directory = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise Unavailable(f"the file's content can't be stored: {error}") from None
+
+    def get_blob(self, digest: str) -> bytes | None:
+        try:
+            return self._blob(digest).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def list_blobs(self) -> Iterator[str]:
+        for path in sorted((self.directory / "blobs").glob("??/*")):
+            if not path.name.startswith("."):
+                yield path.parent.name + path.name
+
+    def check(self) -> list[str]:
+        with self.reading() as session:
+            try:
+                found = [row[0] for row in session.all("pragma integrity_check(20)")]
+            except apsw.Error as error:
+                return [f"SQLite: {error}"]
+        return [f"SQLite: {text}" for text in found if text != "ok"]
+
+    def copy(self, target: Path) -> None:
+        """A consistent copy of the database as it is now, while others write."""
+        connection = connect(self.path, self.settings)
+        try:
+            with translated():
+                connection.execute("vacuum main into ?", (str(target),))
+        finally:
+            connection.close(True)
+        os.chmod(target, 0o600)
+
+
+class Reader:
+    """A connection on which entity names are views for one branch, moment and policy; raw SQL can't see past them.
+
+    A base view may read tables, a governed view base views, the public name the governed one. Base and governed views
+    carry a random name: the authorizer only hears the innermost name, which a caller could otherwise shadow with a CTE.
+    """
+
+    def __init__(self, connection: apsw.Connection, source: Source) -> None:
+        self.source, self.connection = source, connection
+        self.nonce = secrets.token_hex(8)
+        self.public: set[str] = set()
+        self.base: set[str] = set()
+        self.governed: set[str] = set()
+        self.guarding, self.statements, self.deadline = False, 0, 0.0
+        self.exact_sum = False
+        self.shapes: dict[str, tuple[list[str], list[tuple[int, str]]]] = {}  # columns of statements that ran before
+        self.connection.create_scalar_function(f"_fresh_{self.nonce}", self._fresh, 1)
+        self.connection.authorizer = self._authorize
+        self.connection.exec_trace = self._trace
+        self.connection.set_progress_handler(self._late, 2000)
+
+    def close(self) -> None:
+        self.connection.close(True)
+
+    def raw_connection(self) -> apsw.Connection:
+        """The connection with every name bound, its guard off."""
+        for entity in self.source.schema.entities:
+            self.bind(entity.name)
+        return self.connection
+
+    def unbind(self) -> None:
+        """Leave a borrowed connection as it was."""
+        self.connection.exec_trace = None
+        self.connection.set_progress_handler(None)
+        self.connection.authorizer = None
+        for name in (*self.public, *self.governed, *self.base):
+            self.connection.execute(f"drop view if exists temp.{name}")
+        self.connection.create_scalar_function(f"_fresh_{self.nonce}", None, 1)
+
+    def _fresh(self, epoch: int) -> int:
+        if type(self.source.epoch) is int and epoch != self.source.epoch:  # a draft is read by the tx that makes it
+            raise Stale
+        return 1
+
+    def _late(self) -> bool:
+        return self.guarding and time.monotonic() > self.deadline
+
+    def _trace(self, cursor: apsw.Cursor, sql: str, bindings: Any) -> bool:
+        if not self.guarding:
+            return True
+        self.statements += 1
+        if self.statements > 1:
+            raise Invalid("a query is one statement", hint="send the second one on its own")
+        if cursor.is_explain:
+            raise Invalid("EXPLAIN is not part of a query")
+        if not cursor.is_readonly:
+            raise Invalid("a query can't change anything", hint="write with insert, update and delete")
+        return True
+
+    def _authorize(self, op: int, first: str | None, second: str | None, database: str | None, view: str | None) -> int:
+        if not self.guarding:
+            return apsw.SQLITE_OK
+        allowed = False
+        if op in (apsw.SQLITE_SELECT, apsw.SQLITE_RECURSIVE):
+            allowed = True
+        elif op == apsw.SQLITE_FUNCTION:
+            name = (second or "").lower()
+            allowed = name in FUNCTIONS or (name in (f"_fresh_{self.nonce}", "layer_convert") and (view in self.base or view in self.governed))
+        elif op == apsw.SQLITE_READ:
+            if database == "main":
+                allowed = view in self.base or (view in self.governed and first == "ledger_clock") or (first or "").lower() in TABLE_FUNCTIONS
+            elif database == "temp":
+                allowed = first in self.public or (first in self.governed and (view in self.public or view in self.governed)) or (first in self.base and (view in self.governed or view in self.base or view in self.public))
+            else:  # a common table expression or subquery of the statement itself
+                allowed = database is None
+        return apsw.SQLITE_OK if allowed else apsw.SQLITE_DENY
+
+    def _relation(self, name: str) -> str:
+        """The base view of an entity, made when first needed."""
+        inner = f"_b_{self.nonce}_{name}"
+        if inner not in self.base:
+            self.connection.execute(f"create temp view {inner} as {self.source.base(name)}")
+            self.base.add(inner)
+        return inner
+
+    def bind(self, name: str) -> bool:
+        """Make a public name; False when there is none (for this principal)."""
+        if name in self.public:
+            return False
+        guarding, self.guarding = self.guarding, False
+        try:
+            sql = self.source.governed(name, self._relation)
+            if sql is None:
+                return False
+            outer, inner = f"_g_{self.nonce}_{name}", f"_o_{self.nonce}_{name}"
+            if self.source.has_decimals(name) and not self.exact_sum:
+                self.connection.create_window_function("sum", _Sum)
+                self.exact_sum = True
+            self.connection.execute(f"create temp view {inner} as {sql}")
+            fresh = f"(select _fresh_{self.nonce}(c.epoch) from main.ledger_clock c)"
+            self.connection.execute(f"create temp view {outer} as select * from {inner} where {fresh}")
+            self.governed |= {outer, inner}
+            self.connection.execute(f"create temp view {name} as select * from {outer}")
+            self.public.add(name)
+            return True
+        finally:
+            self.guarding = guarding
+
+    def answer(self, sql: str, params: Any, deadline: float, limit: int) -> Answer:
+        """Names, special columns and rows of one SELECT."""
+        self.deadline = deadline
+        if params:
+            params = {k: parameter(v) for k, v in params.items()} if isinstance(params, Mapping) else tuple(map(parameter, params))
+        self.guarding = True
+        try:
+            return self._answer(sql, params, limit)
+        finally:
+            self.guarding = False
+
+    def _answer(self, sql: str, params: Any, limit: int) -> Answer:
+        while True:
+            self.statements = 0
+            try:
+                cursor = self.connection.execute(sql, params)
+                shape = self.shapes.get(sql)
+                if shape is None:
+                    try:
+                        described = cursor.get_description()
+                    except apsw.ExecutionCompleteError:
+                        return [], [], []
+                    shape = shaped(sql, [(d[0], d[1]) for d in described], self.source)
+                    if len(self.shapes) < 1000:
+                        self.shapes[sql] = shape
+                rows = list(islice(cursor, limit + 1))
+                if len(rows) > limit:
+                    cursor.close(True)
+                    raise LimitExceeded(f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit=")
+                return *shape, rows
+            except apsw.SQLError as error:
+                text = str(error)
+                missing = text.removeprefix("no such table: ")
+                if missing != text and "." not in missing and self.bind(missing.lower()):
+                    continue
+                raise self._refusal(text) from None
+            except apsw.AuthError:
+                raise NotFound("the statement reaches for something that is not there", hint="query entities by their names; layer schema lists them") from None
+            except apsw.InterruptError:
+                raise TimedOut("the query took too long", hint="ask for less, or give a longer timeout") from None
+            except apsw.TooBigError:
+                raise LimitExceeded("a value of the query is too big") from None
+            except apsw.ReadOnlyError:
+                raise Invalid("a query can't change anything", hint="write with insert, update and delete") from None
+            except (apsw.BindingsError, TypeError, KeyError) as error:
+                raise Invalid(f"the parameters do not fit the statement: {error}") from None
+            except (apsw.BusyError, apsw.LockedError, apsw.FullError, apsw.CorruptError, apsw.NotADBError, apsw.IOError, apsw.CantOpenError, apsw.NoMemError):
+                with translated():
+                    raise
+            except apsw.Error as error:
+                raise self._refusal(str(error)) from None
+
+    def _refusal(self, text: str) -> LayerError:
+        """SQLite's complaint without our inner names."""
+        if self.nonce in text or "prohibited" in text or "not authorized" in text:
+            return NotFound("the statement reaches for something that is not there", hint="query entities by their names; layer schema lists them")
+        if text.startswith("no such table"):
+            return NotFound(f"there is no entity {text.removeprefix('no such table: ')!r} to read", hint="layer schema lists what there is")
+        return Invalid(f"the query can't be run: {text}")
+
+
+@functools.cache
+def version() -> str:
+    return apsw.sqlite_lib_version()
+
+
+__all__ = ["LIVE", "Reader", "SqliteEngine", "Stale", "connect", "translated", "version"]
