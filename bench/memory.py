@@ -15,7 +15,7 @@ def main(place: str, seconds: float) -> int:
     layer = livinglayer.open(place)
     pick = random.Random(7)
     low, high, groups = layer.query("select min(id) low, max(id) high, max(grp) groups from item")[0].values()
-    as_of = layer.query("select max(tx) last from tx")[0]["last"]
+    as_of = layer.update("item", low, {"qty": 1}, reason="the moment to look back to")
     deadline = time.monotonic() + seconds
     turn = 0
     while turn < 2 or time.monotonic() < deadline:
