@@ -178,7 +178,7 @@ def test_query_in_json_with_parameters(shop: Layer, run: Run) -> None:
 
 def test_query_reads_its_sql_from_standard_input(shop: Layer, location: str) -> None:
     done = layer_process("--dir", location, "query", "-", "--json", input="select count(*) as n from item")
-    assert json.loads(done.stdout) == [{"n": 2}]
+    assert (done.stderr, json.loads(done.stdout or "null")) == ("", [{"n": 2}])
 
 
 def test_query_as_of_a_tx_and_on_a_branch(shop: Layer, run: Run) -> None:
@@ -267,9 +267,9 @@ def test_fork_diff_merge(shop: Layer, run: Run) -> None:
     assert preview.code == 0 and "preview" in preview.out
     assert shop.query("select qty from item where id = :id", {"id": bolt}) == [{"qty": 3}]
     merged = run("merge", "idea", "--reason", "good idea")
-    assert merged.code == 0 and "Merged idea into main" in merged.out
+    assert merged.code == 0 and merged.out.startswith("Merged idea in tx ")
     assert shop.query("select qty from item where id = :id", {"id": bolt}) == [{"qty": 4}]
-    assert run("log", "-n", "1", "--json").json[0]["reason"] == "good idea"
+    assert "good idea" in [row["reason"] for row in run("log", "--json").json]
 
 
 def test_merge_with_conflicts_lists_them_and_exits_5(shop: Layer, run: Run) -> None:
@@ -317,13 +317,10 @@ def test_fork_a_slice_and_discard_it(shop: Layer, run: Run) -> None:
     assert run("fork", "part", "--slice", "item=qty > 3").code == 0
     assert run("query", "select name from item", "--branch", "part", "--json").json == [{"name": "nut"}]
     assert run("discard", "part").code == 0
-    assert run("query", "select name from item", "--branch", "part", "--json").json == [{"name": "nut"}]
-    assert {row["name"]: row["status"] for row in run("branches", "--json").json} == {
-        "main": "open",
-        "part": "discarded",
-    }
-    assert run("merge", "part").code in (2, 5)
-    assert run("discard", "part").code in (2, 5)
+    assert run("query", "select name from item", "--branch", "part").code == 4
+    [kept] = [row["name"] for row in run("branches", "--json").json if row["status"] == "discarded"]
+    assert run("query", "select name from item", "--branch", kept, "--json").json == [{"name": "nut"}]
+    assert run("merge", "part").code == run("discard", "part").code == 4
     assert run("fork", "main").code == 5
     assert run("fork", "x", "--from", "nowhere").code == 4
 

@@ -19,7 +19,7 @@ from typing import Any
 import livinglayer
 from livinglayer import Layer
 from livinglayer.edges.cli import locate
-from livinglayer.edges.cli.table import DIM, GREEN, RED, Printer
+from livinglayer.edges.cli.table import DIM, GREEN, RED, Printer, counted
 from livinglayer.errors import Invalid, NotFound, Unauthenticated
 
 Arguments = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
@@ -131,8 +131,7 @@ def init(args: Namespace, out: Printer) -> None:
     home = Path(args.directory or args.dir or ".")
     if args.db and not locate.is_url(args.db):
         raise Invalid(f"{args.db!r} is no PostgreSQL URL", hint="--db postgresql://user@host/database")
-    locate.check_free(home, args.db or locate.configured(home))
-    url = args.db or locate.configured(home)
+    url = locate.check_free(home, args.db)
     existed = (home / locate.HOME).is_dir()
     livinglayer.open(url or str(home), create=True).close()
     if url:
@@ -300,7 +299,7 @@ def changes(found: list[dict[str, Any]], out: Printer) -> None:
             shown.append(head | {"field": name, "before": before, "after": after})
     if shown:
         out.table(("entity", "id", "op", "field", "before", "after"), shown)
-    out.say(f"{len(found)} {'row' if len(found) == 1 else 'rows'} changed", DIM)
+    out.say(f"{counted(len(found), 'row')} changed", DIM)
 
 
 def flat(change: dict[str, Any]) -> dict[str, Any]:
@@ -318,7 +317,6 @@ def flat(change: dict[str, Any]) -> dict[str, Any]:
 def merge(layer: Layer, args: Namespace, out: Printer) -> int:
     """Bring a branch's changes into its parent, all or none; conflicts are listed and exit 5."""
     result = layer.merge(args.name, args.target, preview=args.preview, reason=args.reason, principal=acting(args))
-    target = args.target or "its parent"
     out.data(
         {
             "applied": result.applied,
@@ -330,7 +328,7 @@ def merge(layer: Layer, args: Namespace, out: Printer) -> int:
     if result.conflicts:
         if not out.json:
             show_conflicts(list(result.conflicts), out)
-            print(f"layer: {args.name!r} conflicts with {target}; nothing was merged", file=sys.stderr)
+            print(f"layer: {args.name!r} conflicts with its parent; nothing was merged", file=sys.stderr)
             print(
                 f"hint: layer resolve ID VALUE, or --take ours|theirs, then layer merge {args.name} again",
                 file=sys.stderr,
@@ -340,9 +338,9 @@ def merge(layer: Layer, args: Namespace, out: Printer) -> int:
         changes(list(result.changes), out)
         out.say("Nothing conflicts; nothing was changed: this was a preview")
     elif result.applied:
-        out.say(f"Merged {args.name} into {target} in tx {result.tx}: {len(result.changes)} rows", GREEN)
+        out.say(f"Merged {args.name} in tx {result.tx}: {counted(len(result.changes), 'row')}", GREEN)
     else:
-        out.say(f"{args.name} has nothing that {target} lacks")
+        out.say(f"{args.name} has nothing that its parent lacks")
     return 0
 
 
@@ -378,9 +376,9 @@ def resolve(layer: Layer, args: Namespace, out: Printer) -> None:
 
 @command("discard", BRANCH, flags="as reason")
 def discard(layer: Layer, args: Namespace, out: Printer) -> None:
-    """Give a branch up: it can no longer be written or merged; what happened on it stays readable."""
+    """Give a branch up: its name is free again, and what happened on it stays readable."""
     layer.discard(args.name, reason=args.reason, principal=acting(args))
-    out.say(f"Discarded {args.name}")
+    out.say(f"Discarded {args.name}; `layer branches` shows the name it is kept under")
     out.data({"discarded": args.name})
 
 
@@ -511,16 +509,16 @@ def restore(args: Namespace, out: Printer) -> None:
     home = Path(args.directory or args.dir or ".")
     if args.db and not locate.is_url(args.db):
         raise Invalid(f"{args.db!r} is no PostgreSQL URL", hint="--db postgresql://user@host/database")
-    locate.check_free(home, args.db)
+    url = locate.check_free(home, args.db)
     try:
         with progress("Restoring"):
-            livinglayer.restore(args.backup, args.db or str(home)).close()
+            livinglayer.restore(args.backup, url or str(home)).close()
     except Unauthenticated:  # restored, but whoever did it has no token to open it with
-        if args.db:
-            locate.configure(home, args.db)
+        if url:
+            locate.configure(home, url)
         raise
-    if args.db:
-        locate.configure(home, args.db)
+    if url:
+        locate.configure(home, url)
     out.say(f"Restored {args.backup} to {home.resolve()}")
     out.data({"restored": args.backup, "directory": str(home.resolve())})
 
@@ -556,7 +554,7 @@ def export(layer: Layer, args: Namespace, out: Printer) -> None:
             with open(path, "rb") as file:
                 shutil.copyfileobj(file, sys.stdout.buffer)
             return
-    out.say(f"Exported {count} rows of {args.entity} to {args.path}")
+    out.say(f"Exported {counted(count, 'row')} of {args.entity} to {args.path}")
     out.data({"entity": args.entity, "path": args.path, "rows": count})
 
 
@@ -578,7 +576,7 @@ def import_(layer: Layer, args: Namespace, out: Printer) -> None:
             reason=args.reason,
             principal=acting(args),
         )
-    out.say(f"Imported {count} rows of {args.path} into {args.entity}")
+    out.say(f"Imported {counted(count, 'row')} of {args.path} into {args.entity}")
     out.data({"entity": args.entity, "path": args.path, "rows": count})
 
 
@@ -597,5 +595,5 @@ def prune(layer: Layer, args: Namespace, out: Printer) -> None:
         )
     with progress("Pruning"):
         count = layer.prune(before=before, reason=args.reason)
-    out.say(f"Pruned {count} versions that ended before {args.before}")
+    out.say(f"Pruned {counted(count, 'version')} that ended before {args.before}")
     out.data({"pruned": count, "before": args.before})

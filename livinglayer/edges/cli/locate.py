@@ -63,8 +63,8 @@ def configured(home: Path) -> str | None:
     return url
 
 
-def check_free(home: Path, url: str | None) -> None:
-    """Refuse to give a directory a second database."""
+def check_free(home: Path, url: str | None) -> str | None:
+    """The URL a directory shall stand for, if any: the given one or its own. Refuses to give it a second database."""
     if home.exists() and not home.is_dir():
         raise Invalid(f"{str(home)!r} is a file", hint="name a directory, which may not exist yet")
     held = configured(home)
@@ -72,7 +72,7 @@ def check_free(home: Path, url: str | None) -> None:
         raise Conflict(
             f"{str(home)!r} already holds an embedded layer", hint="init another directory for this database"
         )
-    if held and url != held:
+    if held and url and url != held:
         raise Conflict(
             f"{str(home)!r} already stands for {hide_password(held)}",
             hint=f"remove {home / HOME / 'config.json'} first",

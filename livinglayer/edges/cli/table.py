@@ -116,7 +116,7 @@ class Printer:
         names = list(columns) or list(dict.fromkeys(name for row in rows for name in row))
         if rows:
             self.table(names, rows)
-        self.say(f"{len(rows)} {noun if len(rows) == 1 else plural(noun)}", DIM)
+        self.say(counted(len(rows), noun), DIM)
 
     def table(self, names: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
         heads = [escape(name) for name in names]
@@ -128,7 +128,7 @@ class Printer:
                 self.records(heads, cells)
                 return
             widths = squeeze(widths, room)
-        right = [all(is_number(row.get(name)) for row in rows) for name in names]
+        right = [are_numbers([row.get(name) for row in rows]) for name in names]
 
         def line(values: Sequence[str], nulls: Sequence[bool] = (), colour: str = "") -> str:
             shown = []
@@ -155,12 +155,14 @@ class Printer:
             print(file=self.out)
 
 
-def plural(noun: str) -> str:
-    return noun[:-1] + "ies" if noun.endswith("y") else noun + "es" if noun.endswith(("ch", "s")) else noun + "s"
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `2 rows`, `2 branches`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
-def is_number(value: object) -> bool:
-    return value is None or (isinstance(value, int | float | Decimal) and not isinstance(value, bool))
+def are_numbers(values: Sequence[object]) -> bool:
+    there = [value for value in values if value is not None]
+    return bool(there) and all(isinstance(value, int | float | Decimal) and value is not bool(value) for value in there)
 
 
 def squeeze(widths: Sequence[int], room: int) -> list[int]:
