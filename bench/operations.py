@@ -50,6 +50,8 @@ def reads(bed: Bed, seconds: float) -> Iterator[Line]:
     plain = bed.plain.read(bed.plain.connection)
     for name, bars in READS.items():
         with bed.layer.reader(**views[name]) if name in views else bed.plain.second() as connection:
+            if name == "main":
+                bed.plain.follow(connection)
             ours = bed.plain.read(connection)
             for shape, sql, params in (
                 ("point", POINT, lambda number: (bed.any(number),)),

@@ -15,7 +15,7 @@ Read = Callable[..., list[Any]]  # sql with `?`, params
 
 
 class PlainSqlite:
-    """One apsw connection with the layer's own settings: WAL, `synchronous=FULL`, 16 MB of cache."""
+    """One apsw connection, WAL with `synchronous=FULL` as the layer has it."""
 
     def __init__(self, path: Path) -> None:
         self.connection = self.connect(str(path))
@@ -28,12 +28,19 @@ class PlainSqlite:
     @contextmanager
     def second(self) -> Iterator[Any]:
         with closing(self.connect(self.connection.filename)) as connection:
+            connection.pragma("cache_size", self.connection.pragma("cache_size"))
             yield connection
+
+    def follow(self, connection: Any) -> None:
+        """Take over the settings of the layer's connection that decide how fast a read is."""
+        for name in ("cache_size", "mmap_size", "temp_store"):
+            self.connection.pragma(name, connection.pragma(name))
 
     @staticmethod
     def connect(path: str) -> apsw.Connection:
         connection = apsw.Connection(path)
-        connection.execute("pragma synchronous = full; pragma wal_autocheckpoint = 2000; pragma cache_size = -16000")
+        connection.pragma("synchronous", "full")
+        connection.pragma("wal_autocheckpoint", 2000)
         return connection
 
     @staticmethod
@@ -73,6 +80,13 @@ class PlainPostgres:
     def second(self) -> Iterator[Any]:
         with psycopg.connect(self.url, autocommit=True) as connection:
             yield connection
+
+    def follow(self, connection: Any) -> None:
+        """Take over the settings of the layer's connection that decide how fast a read is."""
+        self.connection.prepare_threshold = connection.prepare_threshold
+        for name in ("jit", "plan_cache_mode", "work_mem", "max_parallel_workers_per_gather"):
+            value = connection.execute(f"show {name}").fetchone()[0]
+            self.connection.execute("select set_config(%s, %s, false)", (name, value))
 
     @staticmethod
     def read(connection: Any) -> Read:
