@@ -178,11 +178,12 @@ def schema(layer: Layer, args: Namespace, out: Printer) -> None:
         }
         for row in rows
     ]
-    # People are spared the columns that say nothing about any of these fields.
-    telling = [
-        name for name in (fields[0] if fields else ()) if any(field[name] not in (None, False) for field in fields)
-    ]
-    out.rows(fields, columns=telling, noun="field")
+    out.rows(fields, columns=telling(fields), noun="field")
+
+
+def telling(rows: list[dict[str, Any]]) -> list[str]:
+    """The columns that say something about any of the rows; people are spared the others."""
+    return [name for name in (rows[0] if rows else ()) if any(row[name] not in (None, False) for row in rows)]
 
 
 def reading(args: Namespace) -> dict[str, Any]:
@@ -337,7 +338,7 @@ def merge(layer: Layer, args: Namespace, out: Printer) -> int:
     if not out.json and args.preview:
         changes(list(result.changes), out)
         out.say("Nothing conflicts; nothing was changed: this was a preview")
-    elif result.applied:
+    elif result.changes:
         out.say(f"Merged {args.name} in tx {result.tx}: {counted(len(result.changes), 'row')}", GREEN)
     else:
         out.say(f"{args.name} has nothing that its parent lacks")
@@ -404,7 +405,12 @@ def can(layer: Layer, args: Namespace, out: Printer) -> int:
     if decision.reason:
         out.say(decision.reason)
     if decision.rows and not out.json:
-        out.rows(list(decision.rows), noun="permission")
+        names = {row["id"]: row["name"] for row in layer.query("select id, name from principal")}
+        called = [
+            row | {name: names.get(row[name], row[name]) for name in ("subject", "granted_by") if name in row}
+            for row in decision.rows
+        ]
+        out.rows(called, columns=telling(called), noun="permission")
     return 0 if decision.allowed else 1
 
 

@@ -77,6 +77,7 @@ def check_free(home: Path, url: str | None) -> str | None:
             f"{str(home)!r} already stands for {hide_password(held)}",
             hint=f"remove {home / HOME / 'config.json'} first",
         )
+    return url or held
 
 
 def configure(home: Path, url: str) -> None:

@@ -17,7 +17,7 @@ from livinglayer.errors import Invalid, LayerError
 # Flags that mean the same wherever they are taken; they may stand before the command or after it.
 SHARED: dict[str, dict[str, object]] = {
     "as": {"metavar": "PRINCIPAL", "help": "act as this principal, with its permissions and no others"},
-    "branch": {"metavar": "BRANCH", "help": "the branch (default: main)"},
+    "branch": {"metavar": "BRANCH", "help": "the branch (default: main; for log and grant: all)"},
     "as_of": {"metavar": "TX|TIME", "help": "as it was at this tx number or time"},
     "reason": {"metavar": "TEXT", "help": "why, kept with the change"},
     "timeout": {"metavar": "SECONDS", "type": float, "help": "give up after so long"},

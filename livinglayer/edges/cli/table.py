@@ -162,7 +162,9 @@ def counted(number: int, noun: str) -> str:
 
 def are_numbers(values: Sequence[object]) -> bool:
     there = [value for value in values if value is not None]
-    return bool(there) and all(isinstance(value, int | float | Decimal) and value is not bool(value) for value in there)
+    return bool(there) and all(
+        isinstance(value, int | float | Decimal) and not isinstance(value, bool) for value in there
+    )
 
 
 def squeeze(widths: Sequence[int], room: int) -> list[int]:
