@@ -132,8 +132,12 @@ def init(args: Namespace, out: Printer) -> None:
     if args.db and not locate.is_url(args.db):
         raise Invalid(f"{args.db!r} is no PostgreSQL URL", hint="--db postgresql://user@host/database")
     url = locate.check_free(home, args.db)
-    existed = (home / locate.HOME).is_dir()
-    livinglayer.open(url or str(home), create=True).close()
+    existed = True
+    try:
+        livinglayer.open(url or str(home)).close()
+    except NotFound:
+        existed = False
+        livinglayer.open(url or str(home), create=True).close()
     if url:
         locate.configure(home, url)
     place = str((home / locate.HOME).resolve())
