@@ -78,6 +78,11 @@ class Source:
             names = ["id", *names, *(HISTORY if past else ())]
         return governed_sql(self.engine, names, relation(name), rules.read_rule(), relation, extra, fixed, blank)
 
+    def open(self, name: str) -> bool:
+        """Whether a name shows everything there is, so that no condition on it can tell what is hidden."""
+        found = self.entity(name)
+        return found is not None and not self.slices and self.policy.rules("read", self.schema, found[0], self.branch.name).everything
+
     def has_decimals(self, name: str) -> bool:
         found = self.entity(name)
         return found is not None and any(f.type == "decimal" for f in found[0].fields)

@@ -53,6 +53,15 @@ _LIMITS = {
 }  # fmt: skip
 
 
+def _stored(sql: str) -> str:
+    """A statement as sqlite_schema keeps it: only its first words are made upper case."""
+    words = {"create table": "CREATE TABLE", "create index if not exists": "CREATE INDEX", "create index": "CREATE INDEX", "create trigger": "CREATE TRIGGER"}
+    for word, kept in words.items():
+        if sql.startswith(word):
+            return kept + sql[len(word) :]
+    return sql
+
+
 @contextmanager
 def translated() -> Iterator[None]:
     """SQLite's errors as ours."""
@@ -347,7 +356,31 @@ class SqliteEngine:
         return [(name, kinds.get(kind) or DECLARED.get(kind, "text")) for name, kind in rows]
 
     def same_statement(self, there: str, wanted: str) -> bool:
-        return there.lower() == wanted.lower()
+        return there == _stored(wanted)
+
+    def structure(self, there: Mapping[str, str], store: str, columns: Sequence[tuple[str, str]]) -> Iterator[str]:
+        """What is wrong with how an entity's tables and indexes are made."""
+        for suffix in ("", "__h", "__d"):
+            made = there.get(store + suffix)
+            if made is None:
+                yield f"table {store}{suffix} is missing"
+            elif not any(made == self._grown(store + suffix, columns, first) for first in {0, len(columns), *range(len(columns))}):
+                yield f"table {store}{suffix} is not made as it should be"
+        for name, made in there.items():
+            if name.startswith((f"{store}_i_", f"{store}__h_id")):
+                on = name.removeprefix(f"{store}_i_").split("_")
+                listed = [c for n in on for c, _ in columns if c.endswith(f"_{n}")]
+                index = f"create index {name} on {store}__h(id)" if name == f"{store}__h_id" else f"create index {name} on {store}({', '.join(listed)})"
+                if made != _stored(index):
+                    yield f"index {name} is not made as it should be"
+
+    def _grown(self, table: str, columns: Sequence[tuple[str, str]], first: int) -> str:
+        """The text SQLite keeps of a table made with its first columns, the others added later."""
+        store = table.removesuffix("__h").removesuffix("__d")
+        made = next(s for s in self.tables(store, columns[:first]) if s.startswith(f"create table {table}("))
+        added = "".join(f", {name} {self.column(kind)}" for name, kind in columns[first:])
+        head, tail = made.removesuffix(" without rowid"), " without rowid" if made.endswith(" without rowid") else ""
+        return _stored(f"{head[:-1]}{added}){tail}")
 
     def statements(self, session: Session) -> dict[str, str]:
         """What makes the tables, indexes and triggers as they are now, by name."""
@@ -422,7 +455,7 @@ class Reader:
         self.public: set[str] = set()
         self.base: set[str] = set()
         self.governed: set[str] = set()
-        self.guarding, self.statements, self.deadline = False, 0, 0.0
+        self.guarding, self.statements, self.deadline, self.text = False, 0, 0.0, ""
         self.exact_sum = False
         self.shapes: dict[str, tuple[list[str], list[tuple[int, str]]]] = {}  # columns of statements that ran before
         self.connection.create_scalar_function(f"_fresh_{self.nonce}", self._fresh, 1)
@@ -480,6 +513,10 @@ class Reader:
         elif op == apsw.SQLITE_READ:
             if database == "main":
                 allowed = view in self.base or (view in self.governed and first == "ledger_clock") or (first or "").lower() in TABLE_FUNCTIONS
+                if view is None and not second and not allowed:
+                    # Of a table under flattened views of which no column is used, SQLite only says that it is read.
+                    # Named in the statement itself it would be somebody counting past the views.
+                    allowed = (first or "").lower() not in self.text
             elif database == "temp":
                 allowed = first in self.public or (first in self.governed and (view in self.public or view in self.governed)) or (first in self.base and (view in self.governed or view in self.base or view in self.public))
             else:  # a common table expression or subquery of the statement itself
@@ -522,7 +559,7 @@ class Reader:
         self.deadline = deadline
         if params:
             params = {k: parameter(v) for k, v in params.items()} if isinstance(params, Mapping) else tuple(map(parameter, params))
-        self.guarding = True
+        self.guarding, self.text = True, sql.lower()
         try:
             return self._answer(sql, params, limit)
         finally:

@@ -58,10 +58,13 @@ def verify(catalog: Catalog) -> Report:
 def _verify(catalog: Catalog, session: Session, report: Report) -> None:
     engine = catalog.engine
     at = engine.schema_prefix
-    clock = session.one(f"select tx, next_id, epoch, {engine.portable('at', 'datetime')}, hash, seal from {at}ledger_clock")
-    if clock is None:
+    clocks = session.all(f"select tx, next_id, epoch, {engine.portable('at', 'datetime')}, hash, seal, one from {at}ledger_clock")
+    if not clocks:
         report.add(None, "the layer has no clock")
         return
+    clock = clocks[0]
+    if len(clocks) > 1 or clock[6] != 1:
+        report.add(None, "the clock is not what was written")
     if clock_seal(clock[0], clock[1], clock[2], clock[3], bytes(clock[4])) != bytes(clock[5]):
         report.add(None, "the clock is not what was written")
     for problem in _structure(catalog, session):
@@ -133,7 +136,7 @@ def _stores(catalog: Catalog, session: Session) -> dict[int, str]:
     """The table set of every entity there ever was, on any branch."""
     engine, entity = catalog.engine, SYSTEM.by_name["entity"]
     at, store = engine.schema_prefix, entity.by_name["store"].store
-    found: dict[int, str] = {}
+    found: dict[int, str] = {e.id: e.store for e in SYSTEM.entities}
     for table in (entity.store, f"{entity.store}__h", f"{entity.store}__d"):
         for number, name in session.all(f"select id, {store} from {at}{table} where {store} is not null"):
             found[number] = name
@@ -145,10 +148,13 @@ def _images(catalog: Catalog, session: Session, report: Report, horizon: int) ->
     """Every stored version has the image its change recorded, and every change its version."""
     engine = catalog.engine
     at = engine.schema_prefix
-    for number, store in sorted(_stores(catalog, session).items()):
+    stores = _stores(catalog, session)
+    for number, first in session.all(f"select entity, min(tx) from {at}ledger_change group by entity"):
+        if number not in stores:
+            report.add(first, f"tx {first}: it changed entity {number}, of which nothing is left")
+    for number, store in sorted(stores.items()):
         table = Table(engine, store, [c for c in engine.columns(session, store) if c[0] not in ("id", "_tx")])
         picked = "".join(f", {column}" for column in table.portable)
-        live = 0
         arms = [
             f"select {MAIN}, x.id, x._tx, {LIVE}, 0{picked} from {at}{store} x",
             f"select {MAIN}, x.id, x.tx_from, x.tx_to, 0{picked} from {at}{store}__h x",
@@ -157,7 +163,6 @@ def _images(catalog: Catalog, session: Session, report: Report, horizon: int) ->
         recorded = session.stream(f"select branch, id, tx, op, image from {at}ledger_change where entity = {number} order by branch, id, tx")
         versions = session.stream(" union all ".join(arms) + " order by 1, 2, 3")
         version = next(versions, None)
-        ended: dict[tuple[int, int], int] = {}
         previous: tuple[int, int] | None = None
         tail: int | None = None
         for branch, row_id, tx, op, image in recorded:
@@ -185,17 +190,15 @@ def _images(catalog: Catalog, session: Session, report: Report, horizon: int) ->
             wanted = GONE if version[4] else table.image(values)
             if wanted != bytes(image) or bool(version[4]) != (op == "d") or (version[4] and any(v is not None for v in values)):
                 report.add(tx, f"tx {tx}: {store}/{row_id} is not what was written")
-            tail = None if version[3] == LIVE else version[3]
+            tail = version[3]
             if version[3] != LIVE and version[3] <= tx:
                 report.add(tx, f"tx {tx}: the version of {store}/{row_id} ends before it begins")
-            live += version[3] == LIVE
             if version[3] != LIVE and not session_has(session, at, branch, version[3], number, row_id):
                 report.add(version[3], f"tx {version[3]}: it is said to end a version of {store}/{row_id} and did not touch it")
             version = next(versions, None)
         while version is not None:
             report.add(version[2], f"tx {version[2]}: a version of {store}/{version[1]} that nothing recorded")
             version = next(versions, None)
-        del ended
 
 
 def session_has(session: Session, at: str, branch: int, tx: int, entity: int, row_id: int) -> bool:
@@ -211,23 +214,34 @@ def _superseded(session: Session, at: str, entity: int, branch: int, row_id: int
 def _structure(catalog: Catalog, session: Session) -> Iterator[str]:
     """Tables, indexes and triggers are those the schema asks for."""
     engine = catalog.engine
-    wanted: dict[str, str] = {}
-    for sql in engine.ledger_tables():
-        wanted[_named(sql)] = sql
+    wanted = {_named(sql): sql for sql in engine.ledger_tables()}
     there = engine.statements(session)
-    for number, store in _stores(catalog, session).items():
+    kinds = _kinds(catalog, session)
+    for store in _stores(catalog, session).values():
         columns = [c for c in engine.columns(session, store) if c[0] not in ("id", "_tx")]
+        for name, _ in columns:
+            if name not in kinds:
+                yield f"column {name} of {store} belongs to no field"
+        known = [(name, kinds.get(name, "text")) for name, _ in columns]
+        yield from engine.structure(there, store, known)
         for sql in engine.triggers(store, [name for name, _ in columns]):
             if sql.startswith("create"):
                 wanted[_named(sql)] = sql
-        for suffix in ("", "__h", "__d"):
-            if f"{store}{suffix}" not in there:
-                yield f"table {store}{suffix} is missing"
     for name, sql in wanted.items():
         if there.get(name) is None:
             yield f"{name} is missing from the database"
         elif not engine.same_statement(there[name], sql):
             yield f"{name} is not made as it should be"
+
+
+def _kinds(catalog: Catalog, session: Session) -> dict[str, str]:
+    """The type of every column a field ever had, on any branch."""
+    engine, field = catalog.engine, SYSTEM.by_name["field"]
+    store, kind = field.by_name["store"].store, field.by_name["type"].store
+    found = {f.store: f.type for e in SYSTEM.entities for f in e.fields}
+    for suffix in ("", "__h", "__d"):
+        found |= dict(session.all(f"select {store}, {kind} from {engine.schema_prefix}{field.store}{suffix} where {store} is not null"))
+    return found
 
 
 def _named(sql: str) -> str:

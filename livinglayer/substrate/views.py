@@ -67,7 +67,7 @@ def field_sql(engine: Engine, f: Field, wrap: Callable[[str, str], str]) -> str:
     if not f.was:
         return now
     then = engine.converted(engine.portable(f"x.{f.was['store']}", f.was["type"]), f.was["type"], f.type)
-    return f"coalesce({now}, {then})"
+    return f"coalesce({now}, {wrap(then, f.type)})"
 
 
 def base_sql(engine: Engine, entity: Entity, chain: Chain) -> str:

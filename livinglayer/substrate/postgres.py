@@ -1,0 +1,727 @@
+"""PostgreSQL: the engine at scale, through psycopg.
+
+Everything that only PostgreSQL needs is here: connections, column types, trigger functions, a login role for each
+principal that reads, schemas of views for them, and the grammar a query must keep to.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal
+
+import psycopg
+import psycopg.conninfo
+import sqlglot
+from psycopg import errors as pg
+from psycopg.types.json import Jsonb
+from psycopg.types.numeric import Int8Dumper
+from psycopg.types.string import StrDumperUnknown
+from sqlglot import exp
+
+from ..errors import Conflict, Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
+from ..settings import Settings
+from .engine import LEDGER, Session
+from .reads import Answer, Source, as_dicts
+from .values import INT_MAX, INT_MIN
+
+if TYPE_CHECKING:
+    from .ledger import Tx
+
+SCHEMA = "livinglayer"
+_COLUMN = {
+    "int": "bigint", "ref": "bigint", "float": "double precision", "bool": "boolean", "decimal": "numeric", "date": "date",
+    "datetime": "timestamptz", "json": f"{SCHEMA}.json_text", "blob": "bytea",
+}  # fmt: skip
+_KIND = {
+    "bigint": "int", "double precision": "float", "boolean": "bool", "numeric": "decimal", "date": "date",
+    "timestamp with time zone": "datetime", "bytea": "blob",
+}  # fmt: skip
+_ISO = "'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'"
+STALE = "LL001"
+
+
+class Stale(Exception):
+    """A view was made before the schema or a policy changed; make it anew."""
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """PostgreSQL's errors as ours."""
+    try:
+        yield
+    except psycopg.Error as error:
+        raise _ours(error) from None
+
+
+def _ours(error: psycopg.Error) -> LayerError:
+    text = str(error).strip().split("\n")[0]
+    if isinstance(error, pg.LockNotAvailable | pg.DeadlockDetected):
+        return Unavailable("another writer holds the layer", hint="try again; a long transaction may be open elsewhere")
+    if isinstance(error, pg.DiskFull | pg.OutOfMemory):
+        return Unavailable(f"the database server is out of room: {text}", hint="nothing was written")
+    if isinstance(error, pg.QueryCanceled):
+        return TimedOut("the query took too long", hint="ask for less, or give a longer timeout")
+    if isinstance(error, pg.SerializationFailure):
+        return Conflict("the layer changed meanwhile", hint="read again and decide anew")
+    if isinstance(error, pg.DataCorrupted | pg.IndexCorrupted):
+        return Corrupt(f"the database says its files are damaged: {text}")
+    if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or error.sqlstate in ("57P01", "57P02", "57P03"):
+        return Unavailable(f"the database can't be reached: {text}", hint="it is tried again with the next call")
+    return Unavailable(f"the database refused: {text}")
+
+
+@lru_cache(4096)
+def numbered(sql: str) -> str:
+    """? as $1, $2 …"""
+    parts = sql.split("?")
+    return "".join(f"{part}${place}" if place < len(parts) else part for place, part in enumerate(parts, start=1))
+
+
+def connect(conninfo: str, **more: Any) -> psycopg.Connection[Any]:
+    with translated():
+        connection = psycopg.connect(conninfo, autocommit=True, cursor_factory=psycopg.RawCursor, connect_timeout=10, **more)
+        connection.adapters.register_dumper(int, Int8Dumper)
+        connection.adapters.register_dumper(str, StrDumperUnknown)
+        connection.prepare_threshold = 2
+        connection.execute("set timezone = 'UTC'")
+    return connection
+
+
+class PostgresSession:
+    """Statements on one connection, inside its transaction."""
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        self.connection = connection
+        self.execute = connection.execute
+
+    def all(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        return self.execute(numbered(sql), params).fetchall()
+
+    def one(self, sql: str, params: Sequence[Any] = ()) -> tuple[Any, ...] | None:
+        return self.execute(numbered(sql), params).fetchone()
+
+    def run(self, sql: str, params: Sequence[Any] = ()) -> None:
+        self.execute(numbered(sql), params)
+
+    def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        self.connection.cursor().executemany(numbered(sql), rows)
+
+    def stream(self, sql: str, params: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        with psycopg.RawServerCursor(self.connection, f"s_{secrets.token_hex(6)}") as cursor:
+            cursor.itersize = 2000
+            cursor.execute(numbered(sql), params)
+            yield from cursor
+
+
+class PostgresEngine:
+    """A layer in a database, in a schema of its own."""
+
+    dialect: Literal["postgres"] = "postgres"
+    schema_prefix = f"{SCHEMA}."
+    index_prefix = f"{SCHEMA}."
+    null_tx = "null::bigint"
+    for_update = " for update"
+    barrier = ""  # views are made with security_barrier instead
+    stale = Stale
+
+    def __init__(self, url: str, settings: Settings) -> None:
+        self.settings, self._url = settings, url
+        try:
+            known = psycopg.conninfo.conninfo_to_dict(url)
+        except psycopg.ProgrammingError as error:
+            raise Invalid(f"the database URL can't be read: {error}") from None
+        self.location = f"postgresql://{known.get('host', '')}:{known.get('port', 5432)}/{known.get('dbname', '')}"
+        self._writer: psycopg.Connection[Any] | None = None
+        self._pipeline: Any = None
+        self._pool: list[psycopg.Connection[Any]] = []
+        self._lock = threading.Lock()
+        self._roles: dict[int, tuple[str, str]] = {}
+        self._views: set[tuple[str, str]] = set()
+        self._swept = -1
+        self._short: str | None = None
+
+    # Connections
+
+    def exists(self) -> bool:
+        with self._borrowed() as connection:
+            return connection.execute("select to_regnamespace($1) is not null", (SCHEMA,)).fetchone() == (True,)
+
+    def has_table(self, session: Session, name: str) -> bool:
+        return session.one("select to_regclass(?) is not null", (f"{SCHEMA}.{name}",)) == (True,)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Keep others from making the same layer at the same time."""
+        with self._borrowed() as connection:
+            connection.execute("select pg_advisory_lock(hashtext($1))", (SCHEMA,))
+            try:
+                yield
+            finally:
+                connection.execute("select pg_advisory_unlock(hashtext($1))", (SCHEMA,))
+
+    def create(self) -> bool:
+        with self.starting(), self._borrowed() as connection:
+            if connection.execute("select to_regnamespace($1) is not null", (SCHEMA,)).fetchone() == (True,):
+                return False
+            with connection.transaction():
+                connection.execute(f"create schema {SCHEMA}")
+                connection.execute(f'create domain {SCHEMA}.json_text as text collate "C"')
+        return True
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[psycopg.Connection[Any]]:
+        """A connection of the owner's, from the pool."""
+        with self._lock:
+            connection = self._pool.pop() if self._pool else None
+        if connection is None or connection.closed or connection.broken:
+            connection = connect(self._url)
+        try:
+            with translated():
+                yield connection
+        finally:
+            if connection.closed or connection.broken or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+                connection.close()
+            else:
+                with self._lock:
+                    self._pool.append(connection)
+
+    def begin(self) -> Session:
+        for attempt in (1, 2):
+            if self._writer is None or self._writer.closed or self._writer.broken:
+                self._writer = connect(self._url)
+                with translated():
+                    self._writer.execute(f"set lock_timeout = {int(self.settings.busy_seconds * 1000)}")
+                    self._writer.execute("set idle_in_transaction_session_timeout = '300s'")
+                    self._writer.execute("set synchronous_commit = on")
+            try:
+                self._pipeline = self._writer.pipeline()
+                self._pipeline.__enter__()
+                self._writer.execute("begin")
+                if attempt == 1:  # a connection that died while idle is found out here, before anything is lost
+                    self._writer.execute("select 1").fetchone()
+                return PostgresSession(self._writer)
+            except psycopg.Error as error:
+                self._drop_writer()
+                if attempt == 2:
+                    raise _ours(error) from None
+        raise AssertionError
+
+    def _leave(self) -> None:
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.__exit__(None, None, None)
+
+    def _drop_writer(self) -> None:
+        with suppress(Exception):
+            self._leave()
+        self._pipeline = None
+        if self._writer is not None:
+            with suppress(Exception):
+                self._writer.close()
+        self._writer = None
+
+    def commit(self) -> None:
+        assert self._writer is not None
+        try:
+            self._writer.execute("commit")
+            self._leave()
+            if self._writer.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+                raise psycopg.OperationalError("the commit did not go through")
+        except psycopg.Error as error:
+            self._drop_writer()
+            raise _ours(error) from None
+
+    def rollback(self) -> None:
+        if self._writer is None:
+            return
+        try:
+            with suppress(psycopg.Error):
+                self._leave()
+            self._writer.execute("rollback")
+        except psycopg.Error:
+            self._drop_writer()
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        with self._borrowed() as connection:
+            try:
+                connection.execute("begin isolation level repeatable read read only")
+            except psycopg.OperationalError:  # it died while idle
+                connection.close()
+                with self.reading() as session:
+                    yield session
+                return
+            try:
+                yield PostgresSession(connection)
+            finally:
+                if not connection.closed:
+                    with suppress(psycopg.Error):
+                        connection.execute("rollback")
+
+    def translating(self) -> Any:
+        return translated()
+
+    def close(self) -> None:
+        self._drop_writer()
+        with self._lock:
+            pool, self._pool = self._pool, []
+        for connection in pool:
+            connection.close()
+
+    # Types and tables
+
+    def column(self, kind: str) -> str:
+        return _COLUMN.get(kind, 'text collate "C"')
+
+    def collate(self, kind: str) -> str:
+        return ""
+
+    def portable(self, expression: str, kind: str) -> str:
+        if kind == "datetime":
+            return f"to_char({expression} at time zone 'UTC', {_ISO})"
+        if kind == "date":
+            return f"to_char({expression}, 'YYYY-MM-DD')"
+        return f"{expression}::text" if kind in ("decimal", "json") else f"{expression}::int" if kind == "bool" else expression
+
+    def native(self, kind: str, stored: Any) -> Any:
+        return bool(stored) if kind == "bool" and stored is not None else stored
+
+    def shown(self, expression: str, kind: str) -> str:
+        return f"{expression}::text::jsonb" if kind == "json" else expression
+
+    def hex(self, expression: str) -> str:
+        return f"encode({expression}, 'hex')"
+
+    def converted(self, expression: str, old: str, new: str) -> str:
+        e = f"({expression})"
+        turned = {
+            ("int", "float"): f"{e}::double precision",
+            ("int", "decimal"): f"{e}::numeric",
+            ("int", "text"): f"{e}::text",
+            ("bool", "int"): f"{e}::bigint",
+            ("bool", "text"): f"case {e} when 1 then 'true' when 0 then 'false' end",
+            ("date", "datetime"): f"({e} || 'T00:00:00Z')::timestamptz",
+            ("datetime", "date"): f"left({e}, 10)::date",
+            ("text", "int"): f"case when {e} ~ '^-{{0,1}}[0-9]{{1,18}}$' then {e}::bigint end",
+            ("text", "decimal"): f"case when {e} ~ '^-{{0,1}}[0-9]{{1,255}}(\\.[0-9]{{1,255}}){{0,1}}$' then {e}::numeric end",
+        }
+        return turned.get((old, new), expression)
+
+    def ledger_tables(self) -> list[str]:
+        made = []
+        for name, (columns, key, indexes) in LEDGER.items():
+            listed = ", ".join(f"{column} {self.column(kind)}" for column, kind in columns)
+            made.append(f"create table {SCHEMA}.{name}({listed}, primary key({', '.join(key)}))")
+            made += [f"create index {name}_{'_'.join(on)} on {SCHEMA}.{name}({', '.join(on)})" for on in indexes]
+        made.append(f"create index ledger_change_system on {SCHEMA}.ledger_change(branch, entity, tx) where entity < 2000")
+        made.append(f"create table {SCHEMA}.blob(digest text primary key, data bytea not null)")
+        made.append(
+            f"create function {SCHEMA}.fresh(known bigint) returns boolean language plpgsql stable security definer set search_path = {SCHEMA} as"
+            f" $$ begin if (select epoch from {SCHEMA}.ledger_clock) <> known then raise exception 'stale' using errcode = '{STALE}'; end if; return true; end $$"
+        )
+        return made
+
+    def tables(self, store: str, columns: Sequence[tuple[str, str]]) -> list[str]:
+        listed = "".join(f", {name} {self.column(kind)}" for name, kind in columns)
+        return [
+            f"create table {SCHEMA}.{store}(id bigint primary key, _tx bigint not null{listed}) with (fillfactor = 90)",
+            f"create table {SCHEMA}.{store}__h(id bigint not null, tx_from bigint not null, tx_to bigint not null{listed}, primary key(tx_to, id))",
+            f"create index {store}__h_id on {SCHEMA}.{store}__h(id)",
+            f"create table {SCHEMA}.{store}__d(branch bigint not null, id bigint not null, tx_from bigint not null, tx_to bigint not null, del int not null{listed}, primary key(branch, id, tx_from))",
+            *self.triggers(store, [name for name, _ in columns]),
+        ]
+
+    def triggers(self, store: str, columns: Sequence[str]) -> list[str]:
+        names, old = "".join(f", {c}" for c in columns), "".join(f", old.{c}" for c in columns)
+        into = f"insert into {SCHEMA}.{store}__h(id, tx_from, tx_to{names})"
+        return [
+            f"drop trigger if exists {store}__u on {SCHEMA}.{store}",
+            f"drop trigger if exists {store}__x on {SCHEMA}.{store}",
+            f"drop function if exists {SCHEMA}.{store}__u()",
+            f"drop function if exists {SCHEMA}.{store}__x()",
+            f"create function {SCHEMA}.{store}__u() returns trigger language plpgsql as $$ begin"
+            f" if new._tx < old._tx then raise exception 'a version can not be older than the one it replaces'; end if;"
+            f" {into} values (old.id, old._tx, new._tx{old}); return new; end $$",
+            f"create function {SCHEMA}.{store}__x() returns trigger language plpgsql as $$ begin"
+            f" {into} select old.id, old._tx, c.tx{old} from {SCHEMA}.ledger_clock c where c.tx > old._tx; return old; end $$",
+            f"create trigger {store}__u before update on {SCHEMA}.{store} for each row when (new._tx <> old._tx) execute function {SCHEMA}.{store}__u()",
+            f"create trigger {store}__x before delete on {SCHEMA}.{store} for each row execute function {SCHEMA}.{store}__x()",
+        ]
+
+    def columns(self, session: Session, table: str) -> list[tuple[str, str]]:
+        rows = session.all("select column_name, data_type, domain_name from information_schema.columns where table_schema = ? and table_name = ? order by ordinal_position", (SCHEMA, table))
+        return [(name, "json" if domain == "json_text" else _KIND.get(kind, "text")) for name, kind, domain in rows]
+
+    def statements(self, session: Session) -> dict[str, str]:
+        """What there is by name; of trigger functions also what they do."""
+        found = {name: "" for (name,) in session.all("select relname from pg_class where relnamespace = ?::regnamespace", (SCHEMA,))}
+        found |= {name: "" for (name,) in session.all("select tgname from pg_trigger t join pg_class c on c.oid = t.tgrelid where c.relnamespace = ?::regnamespace and tgenabled = 'O'", (SCHEMA,))}
+        functions = session.all("select proname, prosrc from pg_proc where pronamespace = ?::regnamespace", (SCHEMA,))
+        triggers = {name for name in found if name.endswith(("__u", "__x"))}
+        return found | {name: source for name, source in functions if name in triggers or name == "fresh"}
+
+    def same_statement(self, there: str, wanted: str) -> bool:
+        return not there or wanted.startswith("create trigger") or there.strip() in wanted
+
+    def structure(self, there: Mapping[str, str], store: str, columns: Sequence[tuple[str, str]]) -> Iterator[str]:
+        """What is wrong with how an entity's tables are made."""
+        for suffix in ("", "__h", "__d"):
+            if store + suffix not in there:
+                yield f"table {store}{suffix} is missing"
+
+    # Blobs
+
+    def put_blob(self, digest: str, data: bytes) -> None:
+        with self._borrowed() as connection:
+            connection.execute(f"insert into {SCHEMA}.blob values ($1, $2) on conflict do nothing", (digest, data))
+
+    def get_blob(self, digest: str) -> bytes | None:
+        with self._borrowed() as connection:
+            row = connection.execute(f"select data from {SCHEMA}.blob where digest = $1", (digest,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def list_blobs(self) -> Iterator[str]:
+        with self._borrowed() as connection:
+            yield from [row[0] for row in connection.execute(f"select digest from {SCHEMA}.blob order by digest")]
+
+    def check(self) -> list[str]:
+        return []
+
+    # Readers
+
+    def short(self) -> str:
+        """A few letters of the layer's id: roles are shared by all databases of a server."""
+        if self._short is None:
+            with self._borrowed() as connection:
+                row = connection.execute(f"select value from {SCHEMA}.meta where key = 'layer'").fetchone()
+            assert row is not None
+            self._short = f"ll_{row[0][:10]}"
+        return self._short
+
+    def role(self, principal: int) -> tuple[str, str]:
+        """The login role a principal's queries run as, and its password; it may use its own views and nothing else."""
+        found = self._roles.get(principal)
+        if found is not None:
+            return found
+        name = f"{self.short()}_{principal}"
+        with self._borrowed() as connection, connection.transaction():
+            connection.execute("select pg_advisory_xact_lock(hashtext($1))", (name,))
+            connection.execute(f"insert into {SCHEMA}.meta values ('reader_key', $1) on conflict do nothing", (secrets.token_hex(32),))
+            key = connection.execute(f"select value from {SCHEMA}.meta where key = 'reader_key'").fetchone()
+            assert key is not None
+            password = sha256(f"{key[0]}:{name}".encode()).hexdigest()
+            there = connection.execute("select 1 from pg_roles where rolname = $1", (name,)).fetchone()
+            try:
+                if there is None:
+                    connection.execute(f"create role {name} login nosuperuser nocreatedb nocreaterole noinherit connection limit 64 password '{password}'")
+                for setting in ("default_transaction_read_only = on", "work_mem = '16MB'", "plan_cache_mode = force_generic_plan", "max_parallel_workers_per_gather = 0"):
+                    connection.execute(f"alter role {name} set {setting}")
+            except pg.InsufficientPrivilege:
+                raise Unavailable("this database user can't make roles for readers", hint="grant it CREATEROLE") from None
+        with self._borrowed() as connection, suppress(pg.InsufficientPrivilege):
+            connection.execute(f"alter role {name} set temp_file_limit = '1GB'")
+        self._roles[principal] = (name, password)
+        return name, password
+
+    def reader(self, source: Source) -> Reader:
+        name, password = self.role(source.policy.principal)
+        connection = connect(psycopg.conninfo.make_conninfo(self._url, user=name, password=password))
+        return Reader(self, connection, source, name)
+
+    def inside(self, tx: Tx, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
+        """A guarded query within the write transaction, which sees what it has written."""
+        assert self._writer is not None
+        source = Source(tx.work.catalog, tx.session, tx.work.catalog.branch(tx.session, tx.name), None, tx.policy, tx.work.version)
+        name, _ = self.role(tx.policy.principal)
+        return Reader(self, self._writer, source, name).inside(sql, params, deadline, limit)
+
+    def view_schema(self, connection: psycopg.Connection[Any], name: str, role: str, epoch: Any) -> None:
+        """Make a schema for views; those of past epochs are swept away."""
+        if type(epoch) is int and self._swept != epoch:
+            self._swept = epoch
+            self._sweep(epoch)
+        connection.execute(f"create schema if not exists {name}")
+        connection.execute(f"grant usage on schema {name} to {role}")
+
+    def _sweep(self, epoch: int) -> None:
+        with suppress(LayerError), self._borrowed() as connection:
+            prefix = f"{self.short()}_v"
+            for (name,) in connection.execute("select nspname from pg_namespace where starts_with(nspname, $1)", (prefix,)).fetchall():
+                parts = name.removeprefix(prefix).split("_")
+                if parts[0].isdigit() and int(parts[0]) < epoch:
+                    with suppress(psycopg.Error):
+                        connection.execute("set lock_timeout = '50ms'")
+                        connection.execute(f"drop schema {name} cascade")
+            connection.execute("set lock_timeout = 0")
+
+
+# The grammar of a query. What is executed is written from the tree that was checked, not the text that was given.
+
+_NODES = frozenset(
+    """Add Alias Aliases All And Any AtTimeZone Between BitwiseAnd BitwiseNot BitwiseOr BitwiseXor BitwiseLeftShift BitwiseRightShift
+    Boolean Bracket CTE Column ColumnDef Cube DPipe DataType DataTypeParam Distinct Div EQ Except Fetch Filter From GT GTE Group GroupingSets Having
+    ILike Identifier In Intersect Interval Is Join JSONPath JSONPathKey JSONPathRoot JSONPathSubscript Lateral LT LTE Like Limit LimitOptions Literal
+    Mod Mul NEQ Neg Not Null NullSafeEQ NullSafeNEQ Offset Or Order Ordered Paren Placeholder Rollup Select SimilarTo Slice Star Sub
+    Subquery Table TableAlias Tuple Union Values Var Where Window WindowSpec With WithinGroup Escape IntDiv
+    Abs Array ArrayAgg ArrayContainsAll ArrayContainedBy ArraySize Ascii Avg Case Cast Ceil Chr Coalesce Collate Concat ConcatWs Cos Count CountIf CumeDist
+    CurrentDate CurrentTimestamp CurrentTime DateTrunc DenseRank Exists Exp ExplodingGenerateSeries GenerateSeries Extract FirstValue Floor Format Greatest GroupConcat
+    Grouping If Initcap JSONArrayAgg JSONBContains JSONBContainsTopKey JSONBContainsAnyTopKeys JSONBContainsAllTopKeys JSONBExtract JSONBExtractScalar JSONExtract JSONExtractScalar
+    JSONObjectAgg JSONBObjectAgg Lag LastValue Lead Least Left Length Ln Localtimestamp Log LogicalAnd LogicalOr Lower MD5 Max Min Mode NthValue Ntile
+    Nullif Overlay Pad PercentRank PercentileCont PercentileDisc Pi Pow Rand Rank RegexpLike RegexpILike RegexpReplace Repeat Replace Reverse Right Round
+    RowNumber Sign Sin Tan SplitPart Sqrt StartsWith Stddev StddevPop StddevSamp StrPosition StrToDate StrToTime Substring Sum TimeToStr TimestampTrunc
+    Translate Trim Trunc UnixToTime Unnest Upper Variance VariancePop WidthBucket Xor Anonymous Extract Sqrt Cbrt Degrees Radians Explode TsOrDsToDate""".split()
+)
+_FUNCTIONS = frozenset(
+    """age json_build_array json_build_object jsonb_agg jsonb_array_elements jsonb_array_elements_text jsonb_array_length jsonb_build_array
+    jsonb_build_object jsonb_each jsonb_each_text jsonb_extract_path jsonb_extract_path_text jsonb_object_keys jsonb_typeof json_typeof jsonb_object_agg
+    make_date regexp_match regexp_matches regexp_split_to_array row to_json to_jsonb btrim char_length character_length octet_length jsonb_strip_nulls
+    jsonb_pretty array_length cardinality array_to_string string_to_array scale trim_scale div log10 gcd lcm factorial num_nulls num_nonnulls every bit_and bit_or
+    regr_slope corr covar_pop date_part make_interval justify_days isfinite date_bin now ceiling to_number quote_literal""".split()
+)
+_TYPES = frozenset(
+    """BOOLEAN TINYINT SMALLINT INT BIGINT FLOAT DOUBLE DECIMAL TEXT VARCHAR CHAR DATE TIME TIMESTAMP TIMESTAMPTZ TIMETZ INTERVAL JSON JSONB UUID ARRAY""".split()
+)
+
+
+@lru_cache(1024)
+def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str]]:
+    """The statement to run (with {N} for parameters), its parameters' names in order, and the entities it names."""
+    refused = Invalid("the query can't be read", hint="one SELECT over entity names")
+    if len(sql) > 100_000:
+        raise LimitExceeded("a query has at most 100000 characters")
+    try:
+        trees = [t for t in sqlglot.parse(sql, read="postgres") if t is not None]
+    except (sqlglot.errors.SqlglotError, RecursionError, ValueError, AttributeError, TypeError) as error:
+        detail = re.sub(r"\x1b\[[0-9;]*m", "", str(error).split("\n")[0])[:200]
+        raise Invalid(f"the query can't be read: {detail}", hint="one SELECT over entity names") from None
+    if len(trees) != 1:
+        raise Invalid("a query is one statement", hint="send the second one on its own") if trees else refused
+    tree = trees[0]
+    if not isinstance(tree, exp.Select | exp.SetOperation | exp.Values | exp.Subquery):
+        raise Invalid("a query can't change anything" if isinstance(tree, exp.DML | exp.DDL) else "a query is a SELECT", hint="write with insert, update and delete")
+    names: list[str] = []
+    entities: set[str] = set()
+    try:
+        nodes = list(tree.walk())
+    except RecursionError:
+        raise Invalid("the query is nested too deeply") from None
+    for node in nodes:
+        kind = type(node).__name__
+        if kind not in _NODES:
+            if isinstance(node, exp.DML | exp.DDL | exp.Into | exp.Lock):
+                raise Invalid("a query can't change anything", hint="write with insert, update and delete")
+            raise Invalid(f"{kind.lower()} is not part of a query's language")
+        if isinstance(node, exp.Anonymous) and (not isinstance(node.this, str) or node.this.lower() not in _FUNCTIONS):
+            raise NotFound(f"there is no function {str(node.this)!r}")
+        if isinstance(node, exp.Func) and isinstance(node.parent, exp.Dot):
+            raise NotFound("functions have no schema here")
+        if isinstance(node, exp.DataType) and (node.this.name if hasattr(node.this, "name") else str(node.this)) not in _TYPES:
+            raise NotFound(f"there is no type {node.sql(dialect='postgres')!r}")
+        if isinstance(node, exp.Table):
+            if node.args.get("db") or node.args.get("catalog"):
+                raise NotFound("entities have no schema", hint="query them by their names")
+            if isinstance(node.this, exp.Identifier):
+                entities.add(node.name if node.this.quoted else node.name.lower())
+        if isinstance(node, exp.Placeholder):
+            label = node.this if isinstance(node.this, str) else None
+            if not label:
+                raise Invalid("parameters are named, as in :name")
+            if label not in names:
+                names.append(label)
+        if isinstance(node, exp.Identifier) and not node.quoted:
+            node.set("this", node.this.lower())
+            node.set("quoted", True)
+    for node in nodes:
+        if isinstance(node, exp.Placeholder):
+            node.replace(exp.Var(this=f"${names.index(node.this) + 1}"))
+    shadows = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
+    try:
+        text = tree.sql(dialect="postgres", comments=False)
+    except RecursionError:
+        raise Invalid("the query is nested too deeply") from None
+    return text, tuple(names), frozenset(entities - shadows) | frozenset(e for e in entities if e in shadows)
+
+
+class Reader:
+    """A connection of a role that may use the views of one branch, moment and policy, and nothing else."""
+
+    def __init__(self, engine: PostgresEngine, connection: psycopg.Connection[Any], source: Source, role: str) -> None:
+        self.engine, self.connection, self.source, self.role = engine, connection, source, role
+        past = source.as_of is not None
+        # Which tx is read is a setting of the session, so that every moment shares its views; only data moves with it.
+        moment = "current_setting('livinglayer.as_of')::bigint" if past else None
+        if past:
+            first = source.chain[0]
+            source.chain = (type(first)(first.branch, moment), *source.chain[1:])
+        schema_key = [(f.store, f.name, f.type, repr(f.was)) for e in source.schema.entities for f in e.fields]
+        digest = sha256(repr((source.chain, source.policy.key, source.branch.id, schema_key, source.slices)).encode()).hexdigest()[:16]
+        self.draft = type(source.epoch) is not int
+        self.schema = f"{engine.short()}_v{secrets.token_hex(6) if self.draft else source.epoch}_{digest}"
+        self.settings: dict[str, str] = {}
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def raw_connection(self) -> psycopg.Connection[Any]:
+        """The connection with every name bound."""
+        for entity in self.source.schema.entities:
+            self.bind(entity.name)
+        self._set("search_path", self.schema)
+        if self.source.as_of is not None:
+            self._set("livinglayer.as_of", str(self.source.as_of))
+        return self.connection
+
+    def _set(self, name: str, value: str) -> None:
+        if self.settings.get(name) != value:
+            self.connection.execute("select set_config($1, $2, false)", (name, value)).fetchone()
+            self.settings[name] = value
+
+    def bind(self, name: str, again: bool = False, using: psycopg.Connection[Any] | None = None) -> bool:
+        """Make a public name; False when there is none (for this principal)."""
+        if (self.schema, name) in self.engine._views and not again:
+            return True
+        made: set[str] = set()
+
+        def make(connection: psycopg.Connection[Any]) -> bool:
+            def relation(entity: str) -> str:
+                inner = f"{self.schema}._b_{entity}"
+                if entity not in made:
+                    connection.execute(f"create or replace view {inner} as {self.source.base(entity)}")
+                    made.add(entity)
+                return inner
+
+            if self.source.entity(name) is None:
+                return False
+            self.engine.view_schema(connection, self.schema, self.role, self.source.epoch)
+            sql = self.source.governed(name, relation)
+            if sql is None:
+                return False
+            fresh = "" if self.draft else f" where (select {SCHEMA}.fresh({self.source.epoch}))"
+            barrier = "" if self.source.open(name) else " with (security_barrier)"
+            connection.execute(f"create or replace view {self.schema}.{name}{barrier} as select * from ({sql}) g{fresh}")
+            connection.execute(f"grant select on {self.schema}.{name} to {self.role}")
+            return True
+
+        try:
+            if using is not None:
+                return make(using)
+            with self.engine._borrowed() as connection, connection.transaction():
+                connection.execute("select pg_advisory_xact_lock(hashtext($1))", (self.schema,))
+                found = make(connection)
+        except psycopg.Error as error:
+            raise _ours(error) from None
+        if found:
+            self.engine._views.add((self.schema, name))
+        return found
+
+    def _prepared(self, sql: str, params: Any, using: psycopg.Connection[Any] | None = None) -> tuple[str, list[Any]]:
+        text, names, entities = checked(sql)
+        for entity in entities:
+            if self.source.entity(entity) is not None:
+                self.bind(entity, using=using)
+        if params is not None and not isinstance(params, Mapping):
+            raise Invalid("parameters are named, as in :name with a dict")
+        given = params or {}
+        missing = [n for n in names if n not in given]
+        if missing:
+            raise Invalid(f"the parameters do not fit the statement: {missing[0]!r} is missing")
+        return text, [_parameter(given[n]) for n in names]
+
+    def answer(self, sql: str, params: Any, deadline: float, limit: int) -> Answer:
+        """Names and rows of one SELECT."""
+        text, values = self._prepared(sql, params)
+        for attempt in (1, 2):
+            try:
+                self._set("search_path", self.schema)
+                if self.source.as_of is not None:
+                    self._set("livinglayer.as_of", str(self.source.as_of))
+                self._set("statement_timeout", str(max(1, round((deadline - time.monotonic()) * 10) * 100)))
+                return self._run(text, values, limit)
+            except pg.UndefinedTable as error:
+                if attempt == 2:
+                    raise self._refusal(error) from None
+                for entity in checked(sql)[2]:  # swept away, or never there
+                    if self.source.entity(entity) is not None:
+                        self.bind(entity, again=True)
+            except psycopg.Error as error:
+                if error.sqlstate == STALE:
+                    raise Stale from None
+                raise self._refusal(error) from None
+        raise AssertionError
+
+    def _run(self, text: str, values: list[Any], limit: int) -> Answer:
+        cursor = self.connection.cursor()
+        cursor.execute(f"select * from ({text}) q limit {limit + 1}" if limit < 1 << 40 else text, values)
+        rows = cursor.fetchall()
+        if cursor.description is None:
+            raise Invalid("a query is a SELECT")
+        if len(rows) > limit:
+            raise LimitExceeded(f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit=")
+        return [c.name for c in cursor.description], [], rows
+
+    def inside(self, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
+        """On the writer's connection, within its transaction: as the role, then as the owner again."""
+        run = self.connection.execute
+        text, values = self._prepared(sql, params, self.connection if self.draft else None)
+        try:
+            run("savepoint inside")
+            run("select set_config('search_path', $1, true), set_config('statement_timeout', $2, true)", (self.schema, str(max(1, int((deadline - time.monotonic()) * 1000)))))
+            run(f"set local role {self.role}")
+            answer = self._run(text, values, limit)
+            run("reset role")
+            run("select set_config('search_path', 'public', true), set_config('statement_timeout', '0', true)")
+            if self.draft:
+                run(f"drop schema {self.schema} cascade")
+            run("release savepoint inside")
+            return as_dicts(*answer)
+        except psycopg.Error as error:
+            raise self._undo(error) from None
+        except LayerError:
+            self._undo(None)
+            raise
+
+    def _undo(self, error: psycopg.Error | None) -> LayerError:
+        with suppress(psycopg.Error):
+            self.engine._leave()
+        with suppress(psycopg.Error):
+            self.connection.execute("rollback to savepoint inside")
+        if self.engine._pipeline is None:
+            self.engine._pipeline = self.connection.pipeline()
+            self.engine._pipeline.__enter__()
+        return self._refusal(error) if error is not None else Invalid("")
+
+    def _refusal(self, error: psycopg.Error) -> LayerError:
+        """PostgreSQL's complaint without our inner names."""
+        text = (error.diag.message_primary or str(error).split("\n")[0]) if error.diag else str(error)
+        if isinstance(error, pg.UndefinedTable):
+            found = re.search(r'relation "([^"]*)" does not exist', text)
+            return NotFound(f"there is no entity {found.group(1) if found else ''!r} to read", hint="layer schema lists what there is")
+        if isinstance(error, pg.InsufficientPrivilege):
+            return NotFound("the statement reaches for something that is not there", hint="query entities by their names; layer schema lists them")
+        if isinstance(error, pg.QueryCanceled):
+            return TimedOut("the query took too long", hint="ask for less, or give a longer timeout")
+        if isinstance(error, pg.OutOfMemory | pg.ProgramLimitExceeded | pg.ConfigurationLimitExceeded | pg.StatementTooComplex) or error.sqlstate in ("53400", "54000", "53200"):
+            return LimitExceeded("the query needs more than it may have", hint="ask for less at a time")
+        if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+            return _ours(error)
+        if "_b_" in text or "ll_" in text or SCHEMA in text:
+            return Invalid("the query can't be run")
+        return Invalid(f"the query can't be run: {text}")
+
+
+def _parameter(value: Any) -> Any:
+    if isinstance(value, dict | list | tuple):
+        return Jsonb(value)
+    if isinstance(value, int) and not isinstance(value, bool) and not INT_MIN <= value <= INT_MAX:
+        raise Invalid("an int parameter has 64 bits", hint="give a Decimal")
+    if isinstance(value, str) and "\0" in value:
+        raise Invalid("a parameter can't contain a NUL character")
+    return value
