@@ -8,10 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "tests"))  # the PostgreSQL that the tests start serves here too
+from bench.report import TITLES
 
-from bench.run import TITLES, Run  # noqa: E402
+HERE = Path(__file__).parent
 
 
 def arguments() -> argparse.Namespace:
@@ -42,6 +41,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    sys.path.append(str(HERE.parent / "tests"))  # the PostgreSQL that the tests start serves here too
+    from bench.run import Run
+
     # /var/tmp is on disk where /tmp may be memory, on which a sync costs nothing.
     tempfile.tempdir = os.environ.get("TMPDIR") or "/var/tmp"
     with tempfile.TemporaryDirectory(prefix="layer-bench-") as home:

@@ -47,12 +47,11 @@ def reads(bed: Bed, seconds: float) -> Iterator[Line]:
         "fork of depth 1": {"branch": "fork1"},
         "fork of depth 4": {"branch": "fork4"},
     }
-    plain = bed.plain.read(bed.plain.connection)
     for name, bars in READS.items():
         with bed.layer.reader(**views[name]) if name in views else bed.plain.second() as connection:
             if name == "main":
-                bed.plain.follow(connection)
-            ours = bed.plain.read(connection)
+                bed.plain.follow(connection, bed.plain.connection)
+            plain, ours = bed.plain.read(bed.plain.connection), bed.plain.read(connection)
             for shape, sql, params in (
                 ("point", POINT, lambda number: (bed.any(number),)),
                 ("range", RANGE, lambda number: (number * 7919 % groups(bed.count),)),
@@ -61,7 +60,7 @@ def reads(bed: Bed, seconds: float) -> Iterator[Line]:
                 yield versus(
                     f"{shape}, {name}",
                     turns(
-                        lambda number, sql=sql, params=params: plain(sql, params(number)),
+                        lambda number, sql=sql, params=params, plain=plain: plain(sql, params(number)),
                         lambda number, sql=sql, params=params, ours=ours: ours(sql, params(number)),
                         seconds=seconds,
                     ),

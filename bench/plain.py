@@ -28,13 +28,14 @@ class PlainSqlite:
     @contextmanager
     def second(self) -> Iterator[Any]:
         with closing(self.connect(self.connection.filename)) as connection:
-            connection.pragma("cache_size", self.connection.pragma("cache_size"))
+            self.follow(self.connection, connection)
             yield connection
 
-    def follow(self, connection: Any) -> None:
-        """Take over the settings of the layer's connection that decide how fast a read is."""
+    @staticmethod
+    def follow(leader: Any, follower: Any) -> None:
+        """Give a connection another one's settings, those that decide how fast a read is."""
         for name in ("cache_size", "mmap_size", "temp_store"):
-            self.connection.pragma(name, connection.pragma(name))
+            follower.pragma(name, leader.pragma(name))
 
     @staticmethod
     def connect(path: str) -> apsw.Connection:
@@ -74,33 +75,37 @@ class PlainPostgres:
             "create table item (id bigint primary key, name text not null, grp bigint, owner text, qty bigint)"
         )
         self.connection.execute("create index item_grp on item (grp)")
-        self.dict_cursor = self.connection.cursor(row_factory=dict_row)
+        # Cursors of their own, so that following the layer's choice of cursor for reads changes nothing here.
+        self.cursor, self.dict_cursor = self.connection.cursor(), self.connection.cursor(row_factory=dict_row)
 
     @contextmanager
     def second(self) -> Iterator[Any]:
         with psycopg.connect(self.url, autocommit=True) as connection:
+            self.follow(self.connection, connection)
             yield connection
 
-    def follow(self, connection: Any) -> None:
-        """Take over the settings of the layer's connection that decide how fast a read is."""
-        self.connection.prepare_threshold = connection.prepare_threshold
+    @staticmethod
+    def follow(leader: Any, follower: Any) -> None:
+        """Give a connection another one's settings, those that decide how fast a read is."""
+        follower.prepare_threshold, follower.cursor_factory = leader.prepare_threshold, leader.cursor_factory
         for name in ("jit", "plan_cache_mode", "work_mem", "max_parallel_workers_per_gather"):
-            value = connection.execute(f"show {name}").fetchone()[0]
-            self.connection.execute("select set_config(%s, %s, false)", (name, value))
+            value = leader.execute(f"show {name}").fetchone()[0]
+            follower.execute(f"set {name} = '{value}'")
 
     @staticmethod
     def read(connection: Any) -> Read:
-        return lambda sql, params=(): connection.execute(sql.replace("?", "%s"), params).fetchall()
+        mark = "$1" if issubclass(connection.cursor_factory, psycopg.RawCursor) else "%s"
+        return lambda sql, params=(): connection.execute(sql.replace("?", mark), params).fetchall()
 
     def dicts(self, sql: str, params: Sequence[object]) -> list[dict[str, Any]]:
         return self.dict_cursor.execute(sql.replace("?", "%s"), params).fetchall()
 
     def write(self, sql: str, params: Sequence[object]) -> None:
-        self.connection.execute(sql.replace("?", "%s"), params)
+        self.cursor.execute(sql.replace("?", "%s"), params)
 
     def write_many(self, sql: str, many: Iterable[Sequence[object]]) -> None:
         with self.connection.transaction():
-            self.connection.cursor().executemany(sql.replace("?", "%s"), many)
+            self.cursor.executemany(sql.replace("?", "%s"), many)
 
     def close(self) -> None:
         self.connection.close()

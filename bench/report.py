@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TITLES = {"sqlite": "SQLite", "postgres": "PostgreSQL"}
 HEAD = ["operation", "plain", "layer", "figure", "bar", "met"]
 
 

@@ -19,9 +19,8 @@ from cluster import Cluster
 from bench.bed import Bed
 from bench.measure import fsync_seconds
 from bench.operations import FLAT, STEPS, flat
-from bench.report import HEAD, Failed, Line, amount, duration, table
+from bench.report import HEAD, TITLES, Failed, Line, amount, duration, table
 
-TITLES = {"sqlite": "SQLite", "postgres": "PostgreSQL"}
 PEER = {
     "fork": "branch",
     "diff": "diff of 100 changes",
@@ -31,7 +30,8 @@ PEER = {
 PEER_BYTES = {"bytes": "bytes per such commit", "bytes_collected": "the same after DoltLite's garbage collection"}
 NOTES = f"""
 A figure with × is the time through the layer over the time of the same thing on a plain table, same engine, same
-driver, same run: both take turns, and the median of the rounds' own ratios counts. It is held against its bar at the
+driver and settings (on PostgreSQL those of the layer's own reading connection: no parallel workers, generic plans), same
+run: both take turns, and the median of the rounds' own ratios counts. It is held against its bar at the
 bar's own precision. "noise" is the plain table against itself: what lies within it says nothing. A flat operation may
 take up to {FLAT}× of its time on the smaller table. Figures without a bar are for information."""
 
