@@ -77,6 +77,10 @@ class Cluster:
                 "-N",
             ]
         )
+        # The superuser is let in; everybody else shows a password, so that a login which works only by trust is noticed.
+        (self.data / "pg_hba.conf").write_text(
+            "host all postgres 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n"
+        )
         self.start()
 
     def _account(self) -> dict[str, object]:
