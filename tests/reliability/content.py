@@ -83,7 +83,7 @@ def served(layer: Any) -> list[Any]:
             order = "id, tx" if entity.endswith("__history") else "id"
             answers.append(layer.query(f"select * from {entity} order by {order}", branch=branch))
     answers.append(
-        layer.query("select * from item order by id", as_of=layer.query("select max(number) as n from tx")[0]["n"] - 5)
+        layer.query("select * from item order by id", as_of=layer.query("select max(tx) as n from tx")[0]["n"] - 5)
     )
     for field, entity in (("name", "item"), ("qty", "item"), ("email", "person")):
         for value in sorted({str(row[field]) for row in layer.query(f"select {field} from {entity}")}):
@@ -109,6 +109,7 @@ def settle(directory: str | Path) -> None:
 def stored(path: Path) -> Iterator[Any]:
     """Everything in a SQLite file, schema included, through a connection that knows nothing of layers."""
     connection = apsw.Connection(str(path))
+    connection.collation_needed(collate)
     try:
         schema = list(connection.execute("select type, name, tbl_name, sql from sqlite_schema"))
         yield schema
@@ -117,6 +118,11 @@ def stored(path: Path) -> Iterator[Any]:
                 yield name, list(connection.execute(f'select * from "{name}" not indexed'))
     finally:
         connection.close()
+
+
+def collate(connection: apsw.Connection, name: str) -> None:
+    """Any order does for a connection that does not care for order."""
+    connection.create_collation(name, lambda a, b: (a > b) - (a < b))
 
 
 def examine(directory: str, answer: Connection) -> None:

@@ -65,7 +65,7 @@ class SQLite(Intruder):
         self.connection.set_busy_timeout(10_000)
         self.connection.config(apsw.SQLITE_DBCONFIG_ENABLE_TRIGGER, 0)
         self.connection.pragma("ignore_check_constraints", 1)
-        self.connection.collation_needed(lambda c, name: c.create_collation(name, lambda a, b: (a > b) - (a < b)))
+        self.connection.collation_needed(content.collate)
 
     def execute(self, statement: str) -> list[tuple[Any, ...]]:
         return list(self.connection.execute(statement))
@@ -91,7 +91,7 @@ class SQLite(Intruder):
         if kind == "null":
             return {"INTEGER": "7", "INT": "7", "REAL": "7.5", "BLOB": "x'07'"}.get(declared.upper(), "'7'")
         if kind in ("integer", "real"):
-            return f"{column} + 1"
+            return f"{column} - 1"
         if kind == "blob":
             return f"x'{bytes([value[0] ^ 1, *value[1:]]).hex()}'" if value else "x'07'"
         return other_text(column, value)
@@ -116,12 +116,18 @@ class Postgres(Intruder):
         return found
 
     def rows(self, table: str) -> list[str]:
-        return [f"ctid = '{ctid}'" for (ctid,) in self.execute(f"select ctid::text from {table}")]
+        keys = self.execute(
+            "select attname from pg_index join pg_attribute on attrelid = indrelid and attnum = any(indkey) "
+            f"where indisprimary and indrelid = '{table}'::regclass"
+        )
+        names = [name for (name,) in keys]
+        found = self.execute(f"select {', '.join(f'quote_literal({name}::text)' for name in names)} from {table}")
+        return [" and ".join(f"{n} = {v}" for n, v in zip(names, row, strict=True)) for row in found]
 
     def other(self, table: str, column: str, where: str) -> str:
         [(kind, value)] = self.execute(f"select pg_typeof({column})::text, {column}::text from {table} where {where}")
         if kind in ("bigint", "integer", "smallint", "numeric", "double precision"):
-            return "7" if value is None else f"{column} + 1"
+            return "7" if value is None else f"{column} - 1"
         if kind == "boolean":
             return "true" if value is None else f"not {column}"
         if kind == "bytea":

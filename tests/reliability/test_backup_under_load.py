@@ -53,12 +53,12 @@ def test_a_backup_under_load_is_a_committed_prefix(
                 copies.append(places.enter_context(postgres_cluster().database()))
             else:
                 copies.append(str(tmp_path / f"restored{n}"))
-            livinglayer.restore(tmp_path / f"backup{n}", copies[1])
+            livinglayer.restore(tmp_path / f"backup{n}", copies[1]).close()
             held = [check(copy, layer, before, after) for copy in copies]
             assert held[0] == held[1]
         wait_for(lambda now=after: min(progress()[s] - now[s] for s in now) > 0)  # nobody was stopped by it
     record_property("backups", backups)
-    record_property("txs in the last", layer.query("select max(number) as n from tx")[0]["n"])
+    record_property("txs in the last", layer.query("select max(tx) as n from tx")[0]["n"])
 
 
 def check(copy: str, source: Any, before: dict[str, int], after: dict[str, int]) -> tuple[int, dict[str, list[int]]]:
@@ -77,9 +77,9 @@ def check(copy: str, source: Any, before: dict[str, int], after: dict[str, int])
             slack = streams.PROCESSES if stream == streams.TICKETS else 1
             assert last <= after[stream] + slack, f"{stream}: {last} was written after the backup"
         assert layer.query("select n from total") == [{"n": len(held[streams.TICKETS])}]
-        [cut] = layer.query("select max(number) as tx from tx")
+        [cut] = layer.query("select max(tx) as tx from tx")
         assert held == streams.found(source, as_of=cut["tx"])
-        chain = "select number, hash from tx where number <= :cut order by number"
+        chain = "select tx, hash from tx where tx <= :cut order by tx"
         everything = {"limit": 10_000_000, "timeout": 60}
         assert layer.query(chain, {"cut": cut["tx"]}, **everything) == source.query(
             chain, {"cut": cut["tx"]}, **everything

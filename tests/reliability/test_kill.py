@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 from cluster import Cluster
-from reliability import marks
+from reliability import marks, together
 from reliability.children import CONTEXT, start
 from reliability.marks import Acks
 
@@ -57,6 +57,21 @@ def test_a_kill_loses_nothing_acknowledged(
     record_property("kills", kills)
     for name, value in campaign.figures.items():
         record_property(name, value)
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=torture)])
+def test_a_layer_whose_making_was_killed_can_be_made(kills: int, make_location: Callable[[], str]) -> None:
+    """Whether the kill came before or after: asked again, there is a layer, and it works."""
+    for n in range(kills):
+        location = make_location()
+        child = start(together.create, location)
+        child.join(random.random() * 0.5 * (n > 0) or 30)  # the first one in peace
+        child.kill()
+        child.join()
+        with closing(livinglayer.open(location, create=True)) as layer:
+            layer.define("note", {"text": "text"})
+            layer.insert("note", {"text": "first"})
+            assert layer.verify()
 
 
 def kill_one_round(location: str, round: int, rng: random.Random, server: Cluster | None) -> Acks:

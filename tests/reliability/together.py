@@ -13,6 +13,10 @@ def insert(location: str, entity: str, process: int, times: int) -> None:
     layer.close()
 
 
+def create(location: str) -> None:
+    livinglayer.open(location, create=True).close()
+
+
 def create_and_insert(location: str, process: int, threads: int, times: int) -> None:
     """In a process of its own: make the layer unless it is there, define `note` unless it is, insert rows."""
     layer = livinglayer.open(location, create=True)
