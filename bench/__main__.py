@@ -49,11 +49,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="layer-bench-") as home:
         Path(home).chmod(0o711)  # PostgreSQL, under its own account, passes through
         os.environ["XDG_CONFIG_HOME"] = f"{home}/config"  # the layers' owner tokens go with them
-        run = Run(Path(home), options.rows, options.seconds)
+        run = Run(Path(home), options.rows, options.seconds, options.peer)
         for engine in options.engines:
             run.engine(engine)
-        if options.peer:
-            run.peer()
         text = run.text()
     print(text)
     if options.out:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 Side = Callable[[int], object]  # takes a running number, so that it can pick another row each time
+Timed = Callable[[int], float]  # the same, and says how many seconds it took
 
 
 def per_call(side: Side, start: int, calls: int = 1) -> float:
@@ -20,7 +21,7 @@ def per_call(side: Side, start: int, calls: int = 1) -> float:
 
 
 def turns(
-    *sides: Side, seconds: float, prepare: Side | None = None, least: int = 9, most: int = 300
+    *sides: Side, seconds: float, prepare: Side | None = None, least: int = 9, most: int = 2000
 ) -> list[tuple[float, ...]]:
     """Time the sides in turns for about `seconds` each: the seconds of one call, per round and side.
 
@@ -32,20 +33,33 @@ def turns(
             for side in sides:
                 side(first)
         quickest = min(per_call(sides[0], first + extra) for extra in (1, 2, 3))
-        calls = max(1, min(200, int(0.002 / max(quickest, 1e-7))))
+        # Half a millisecond at a time: short enough that most rounds pass without anyone being put off the processor.
+        calls = max(1, min(200, int(0.0005 / max(quickest, 1e-7))))
         first += 4
+
+    def timed(side: Side) -> Timed:
+        return lambda turn: per_call(side, first + turn * calls, calls)
+
+    ready = (lambda turn: prepare(first + turn)) if prepare else None
+    return alternate(*map(timed, sides), budget=seconds * len(sides) / calls, prepare=ready, least=least, most=most)
+
+
+def alternate(
+    *sides: Timed, budget: float, prepare: Side | None = None, least: int = 9, most: int = 2000
+) -> list[tuple[float, ...]]:
+    """Let sides that time themselves take turns until they have used up their budget of seconds."""
     rounds: list[tuple[float, ...]] = []
     spent = 0.0
-    while len(rounds) < least or (spent < seconds * len(sides) and len(rounds) < most):
+    # At least `least` rounds, unless a round is so slow that three must do.
+    while len(rounds) < 3 or (spent < budget * 20 and len(rounds) < least) or (spent < budget and len(rounds) < most):
         if prepare:
-            prepare(first)
+            prepare(len(rounds))
         taken = [0.0] * len(sides)
         for turn in range(len(sides)):
             which = (turn + len(rounds)) % len(sides)  # nobody always goes first
-            taken[which] = per_call(sides[which], first, calls)
+            taken[which] = sides[which](len(rounds))
         rounds.append(tuple(taken))
-        spent += sum(taken) * calls
-        first += calls
+        spent += sum(taken)
     return rounds
 
 

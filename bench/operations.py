@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.bed import Bed
-from bench.measure import Side, middle, ratio, turns
+from bench.measure import Side, alternate, middle, per_call, ratio, turns
+from bench.peer import Peer
 from bench.report import Line
 from bench.rows import BYTES, POINT, RANGE, SCAN, UPDATE, groups, row
 
@@ -35,8 +36,8 @@ def bar(pair: tuple[Any, Any] | None, engine: str) -> Any:
     return pair[engine == "postgres"] if pair else None
 
 
-def versus(operation: str, rounds: list[tuple[float, ...]], low: float | None, key: str = "") -> Line:
-    return Line(operation, ratio(rounds), "×", low, None, middle(rounds, 0), middle(rounds, -1), key)
+def versus(operation: str, rounds: list[tuple[float, ...]], low: float | None) -> Line:
+    return Line(operation, ratio(rounds), "×", low, None, middle(rounds, 0), middle(rounds, -1))
 
 
 def reads(bed: Bed, seconds: float) -> Iterator[Line]:
@@ -102,8 +103,21 @@ def write(bed: Bed, seconds: float) -> Iterator[Line]:
             seconds=seconds,
         ),
         bar(WRITE, bed.engine),
-        "write",
     )
+
+
+def branch_to_merge(bed: Bed, name: str) -> list[int]:
+    """Fork, change a thousand rows on the branch and another one on main; gives the thousand."""
+    other, *ids = bed.some(1001)
+    bed.layer.fork(name)
+    bed.change(ids, name)
+    bed.change([other])
+    return ids
+
+
+def merged(bed: Bed, name: str) -> None:
+    if not (done := bed.layer.merge(name, "main")):
+        raise RuntimeError(f"a merge without overlap was not applied: {done}")
 
 
 def merge(bed: Bed, seconds: float) -> Iterator[Line]:
@@ -111,22 +125,18 @@ def merge(bed: Bed, seconds: float) -> Iterator[Line]:
     changed: list[tuple[int, int]] = []
 
     def prepare(number: int) -> None:
-        branch = f"merge{number}"
-        ids = bed.some(1001)
-        bed.layer.fork(branch)
-        bed.change(ids[1:], branch)
-        bed.change(ids[:1])
-        changed[:] = [(number, id) for id in ids[1:]]
-
-    def ours(number: int) -> None:
-        if not (merged := bed.layer.merge(f"merge{number}", "main")):
-            raise RuntimeError(f"a merge without overlap was not applied: {merged}")
+        changed[:] = [(number, id) for id in branch_to_merge(bed, f"merge{number}")]
 
     yield versus(
         "merge of 1,000 rows, against a plain update of as many",
-        turns(lambda number: bed.plain.write_many(UPDATE, changed), ours, seconds=seconds, prepare=prepare, most=25),
+        turns(
+            lambda number: bed.plain.write_many(UPDATE, changed),
+            lambda number: merged(bed, f"merge{number}"),
+            seconds=seconds,
+            prepare=prepare,
+            most=25,
+        ),
         bar(MERGE, bed.engine),
-        "merge",
     )
 
 
@@ -197,22 +207,56 @@ def memory(bed: Bed, seconds: float) -> Iterator[Line]:
     yield Line("peak memory of a process reading and writing", peak / 1e6, "MB", MEMORY)
 
 
-def flat(beds: list[Bed], seconds: float) -> Iterator[tuple[str, str, list[float], float]]:
-    """Key and name of an operation, its time on each bed, and that on the last over that on the first."""
+def branch_to_diff(bed: Bed, name: str) -> None:
+    bed.layer.fork(name)
+    bed.change(bed.some(100), name)
+    if (found := len(bed.layer.diff(name, "main"))) != 100:
+        raise RuntimeError(f"the diff of 100 changes has {found}")
+
+
+def flat(beds: list[Bed], seconds: float) -> Iterator[tuple[str, list[float], float]]:
+    """The name of an operation, its time on each bed, and that on the last over that on the first."""
 
     def fork(bed: Bed) -> Side:
         return lambda number: bed.layer.fork(f"flat{number}")
 
     def diff(bed: Bed) -> Side:
-        bed.layer.fork("changed")
-        bed.change(bed.some(100), "changed")
-        if (found := len(bed.layer.diff("changed", "main"))) != 100:
-            raise RuntimeError(f"the diff of 100 changes has {found}")
+        branch_to_diff(bed, "changed")
         return lambda number: bed.layer.diff("changed", "main")
 
-    for key, name, make in (("fork", "fork", fork), ("diff", "diff of 100 changes", diff)):
+    for name, make in (("fork", fork), ("diff of 100 changes", diff)):
         rounds = turns(*map(make, beds), seconds=seconds)
-        yield key, name, [middle(rounds, side) for side in range(len(beds))], ratio(rounds)
+        yield name, [middle(rounds, side) for side in range(len(beds))], ratio(rounds)
+
+
+def beside(bed: Bed, peer: Peer, seconds: float) -> Iterator[Line]:
+    """What both the layer and DoltLite do, in turns."""
+    branch_to_diff(bed, "peer_diff")
+    sides: list[tuple[str, str, Side, Side | None]] = [
+        ("fork", "branch", lambda number: bed.layer.fork(f"peer{number}"), None),
+        ("diff", "diff of 100 changes", lambda number: bed.layer.diff("peer_diff", "main"), None),
+        (
+            "write",
+            "a change of one row, committed and attributed",
+            lambda number: bed.layer.update("item", bed.any(number), {"qty": number}, reason="recount"),
+            None,
+        ),
+        (
+            "merge",
+            "merge of 1,000 rows",
+            lambda number: merged(bed, f"peer_merge{number}"),
+            lambda number: branch_to_merge(bed, f"peer_merge{number}"),
+        ),
+    ]
+    for key, name, side, prepare in sides:
+        rounds = alternate(
+            lambda number, key=key: peer.ask(key),
+            lambda number, side=side: per_call(side, number),
+            budget=seconds * 2,
+            prepare=prepare,
+            most=25 if prepare else 300,
+        )
+        yield versus(name, rounds, None)
 
 
 STEPS: list[Callable[[Bed, float], Iterator[Line]]] = [reads, query, write, merge, size, throughput, memory]

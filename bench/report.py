@@ -19,7 +19,7 @@ class Line:
     high: float | None = None
     plain: float | None = None  # seconds
     ours: float | None = None
-    key: str = ""  # under which the comparison with the peer finds it
+    key: str = ""  # under which another table finds it
 
     @property
     def met(self) -> bool | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import platform
-import subprocess
 import sys
 import time
 import traceback
@@ -18,16 +16,10 @@ from cluster import Cluster
 
 from bench.bed import Bed
 from bench.measure import fsync_seconds
-from bench.operations import FLAT, STEPS, flat
+from bench.operations import FLAT, STEPS, beside, flat
+from bench.peer import peer
 from bench.report import HEAD, TITLES, Failed, Line, amount, duration, table
 
-PEER = {
-    "fork": "branch",
-    "diff": "diff of 100 changes",
-    "merge": "merge of 1,000 rows",
-    "write": "a change of one row, committed and attributed",
-}
-PEER_BYTES = {"bytes": "bytes per such commit", "bytes_collected": "the same after DoltLite's garbage collection"}
 NOTES = f"""
 A figure with × is the time through the layer over the time of the same thing on a plain table, same engine, same
 driver and settings (on PostgreSQL those of the layer's own reading connection: no parallel workers, generic plans), same
@@ -37,11 +29,10 @@ take up to {FLAT}× of its time on the smaller table. Figures without a bar are 
 
 
 class Run:
-    def __init__(self, home: Path, counts: list[int], seconds: float) -> None:
-        self.home, self.counts, self.seconds = home, sorted(counts), seconds
+    def __init__(self, home: Path, counts: list[int], seconds: float, peer: bool) -> None:
+        self.home, self.counts, self.seconds, self.with_peer = home, sorted(counts), seconds, peer
         self.sections: list[str] = []
         self.lines: list[tuple[str, Line | Failed]] = []  # with where they belong
-        self.ours: dict[tuple[str, int], dict[str, float]] = {}
         self.versions = {
             "Python": platform.python_version(),
             "SQLite": apsw.sqlite_lib_version(),
@@ -83,8 +74,9 @@ class Run:
                 lines = []
                 for step in STEPS:
                     lines += self.take(where, step.__name__, lambda step=step, bed=bed: step(bed, self.seconds))
-                self.ours[engine, bed.count] = {line.key: line.ours or line.figure for line in lines if line.key}
                 self.sections.append(f"## {where}\n\n" + table(HEAD, [line.cells() for line in lines]))
+                if self.with_peer:
+                    self.peer(where, bed, next((line for line in lines if line.key == "bytes"), None))
             self.flat(engine, beds)
 
     def places(self, engine: str, opened: ExitStack) -> Iterator[tuple[str, str]]:
@@ -106,9 +98,7 @@ class Run:
         rows = []
 
         def step() -> Iterator[Line]:
-            for key, name, times, ratio in flat(beds, self.seconds):
-                for bed, taken in zip(beds, times, strict=True):
-                    self.ours[engine, bed.count][key] = taken
+            for name, times, ratio in flat(beds, self.seconds):
                 line = Line(name, ratio, "×", FLAT if len(beds) > 1 else None)
                 operation, _, _, figure, bar, met = line.cells()
                 rows.append([operation, *map(duration, times), figure, bar, met])
@@ -119,31 +109,30 @@ class Run:
         rows += [[line.operation, *[""] * len(beds), line.error, "", "✗"] for line in failed]
         self.sections.append(f"## {where}\n\n" + table(head, rows))
 
-    def peer(self) -> None:
-        """The same on DoltLite."""
-        engines = sorted({engine for engine, _ in self.ours}, reverse=True)
-        rows: list[list[str]] = []
-        with self.forgiving("DoltLite"):
-            self.peer_rows(engines, rows)
-        head = ["rows", "operation", "DoltLite", *(f"layer on {TITLES[engine]}" for engine in engines)]
-        text = "In brackets: how many times DoltLite's figure ours is; above 1 the layer is slower or larger."
-        self.sections.append(f"## Beside DoltLite\n\n{table(head, rows)}\n\n{text}")
+    def peer(self, where: str, bed: Bed, size: Line | Failed | None) -> None:
+        """What both do, on a DoltLite with as many rows."""
+        home = self.home / f"peer-{bed.engine}-{bed.count}"
+        home.mkdir()
+        rows = []
 
-    def peer_rows(self, engines: list[str], rows: list[list[str]]) -> None:
-        for count in self.counts:
-            self.say(f"DoltLite: {count:,} rows")
-            home = self.home / f"peer{count}"
-            home.mkdir()
-            command = [sys.executable, "-m", "bench.peer", str(count), str(home), str(self.seconds)]
-            theirs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-            self.versions["DoltLite"] = theirs["version"]
-            for key, name in (PEER | PEER_BYTES).items():
-                show = duration if key in PEER else lambda size: amount(size, "B")
-                cells = [f"{count:,}", name, show(theirs[key])]
-                for engine in engines:
-                    figure = self.ours.get((engine, count), {}).get(key.partition("_")[0])
-                    cells.append(f"{show(figure)} ({figure / theirs[key]:.2g}×)" if figure is not None else "–")
-                rows.append(cells)
+        def step() -> Iterator[Line]:
+            with peer(bed.count, home) as other:
+                self.versions["DoltLite"] = other.version
+                yield from beside(bed, other, self.seconds)
+                if isinstance(size, Line):
+                    for key, name in (
+                        ("bytes", "bytes per such change"),
+                        ("bytes collected", "the same after DoltLite's garbage collection"),
+                    ):
+                        theirs = other.ask(key)
+                        rows.append(
+                            [name, amount(theirs, "B"), amount(size.figure, "B"), f"{size.figure / theirs:.3f}×"]
+                        )
+
+        lines = self.take(where, "beside DoltLite", step)
+        rows[:0] = [line.cells()[:4] for line in lines]
+        head = ["operation", "DoltLite", "layer", "layer over DoltLite"]
+        self.sections.append(f"## {where}, beside DoltLite\n\n" + table(head, rows))
 
     def text(self) -> str:
         """The whole report."""
@@ -156,7 +145,7 @@ class Run:
                 "# Benchmark of the substrate",
                 f"{context}. {syncs} The run took {time.monotonic() - self.began:.0f} s.",
                 f"{len(judged) - len(missed)} of {len(judged)} figures meet their bar"
-                + (", all but:" if missed else "."),
+                + ("; these do not:" if missed else "."),
                 *(["\n".join(missed)] if missed else []),
                 NOTES.strip(),
                 *self.sections,

@@ -47,16 +47,16 @@ def test_a_quick_run_writes_every_figure_with_its_bar_and_the_peer(tmp_path: Pat
     assert set(barred) >= set(BARRED)
     assert all(row[5] in ("✓", "✗") for row in barred.values())
     assert [row[0] for row in cells(report, "SQLite, fork and diff")] == ["fork", "diff of 100 changes"]
-    peer = cells(report, "Beside DoltLite")
-    assert [row[1] for row in peer] == [
+    peer = cells(report, "SQLite, 2,000 rows, beside DoltLite")
+    assert [row[0] for row in peer] == [
         "branch",
         "diff of 100 changes",
-        "merge of 1,000 rows",
         "a change of one row, committed and attributed",
-        "bytes per such commit",
+        "merge of 1,000 rows",
+        "bytes per such change",
         "the same after DoltLite's garbage collection",
     ]
-    assert all(row[2] and "×" in row[3] for row in peer)
+    assert all(row[1] and row[2] and row[3].endswith("×") for row in peer)
 
 
 def test_options_that_make_no_sense_are_refused_in_one_sentence() -> None:
