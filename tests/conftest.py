@@ -39,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ |= {"LAYER_TEST_HOME": str(home), "XDG_CONFIG_HOME": str(home / "config")}
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "torture" in item.path.parts:
+            item.add_marker("torture")
+
+
 HOMES = "layer-tests-"
 
 
