@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,16 +15,25 @@ MISSING = (
 )
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.torture)])
+@pytest.mark.parametrize(
+    ("engine", "times"),
+    [
+        ("sqlite", 1),
+        pytest.param("sqlite", 10, marks=pytest.mark.torture),
+        pytest.param("postgres", 3, marks=pytest.mark.torture),
+    ],
+)
 def test_a_full_disk_is_an_error_with_a_name_and_passes(
-    tmp_path: Path, times: int, record_property: Callable[[str, object], None]
+    engine: str, times: int, record_property: Callable[[str, object], None]
 ) -> None:
     # In a mount namespace of its own: whatever happens, nothing stays mounted.
     private = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
-    script = f'mount -t tmpfs -o size=32m tmpfs "$1" || exit {NO_MOUNT}; exec "$2" -m reliability.disk "$1"'
+    script = f'mount -t tmpfs -o size=32m tmpfs "$1" || exit {NO_MOUNT}; exec "$2" -m reliability.disk "$3" "$1"'
+    # Not below tmp_path, which the account that PostgreSQL runs as may not enter.
+    place = tempfile.mkdtemp(dir=os.environ["LAYER_TEST_HOME"])
     for _ in range(times):
         done = subprocess.run(
-            [*private, "sh", "-c", script, "sh", str(tmp_path), sys.executable],
+            [*private, "sh", "-c", script, "sh", place, sys.executable, engine],
             cwd=Path(__file__).parents[1],
             capture_output=True,
             text=True,

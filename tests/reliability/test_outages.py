@@ -1,5 +1,7 @@
 """What is out of the layer's hands: lost connections, locked files, newer formats. Each is a named error, and passes."""
 
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -14,7 +16,7 @@ from reliability import content, together
 from reliability.children import finish, start
 
 import livinglayer
-from livinglayer.errors import Incompatible, NotFound, Unavailable
+from livinglayer.errors import Conflict, Incompatible, Invalid, LimitExceeded, NotFound, Unavailable
 
 postgres = pytest.mark.parametrize("engine", ["postgres"])
 sqlite = pytest.mark.parametrize("engine", ["sqlite"])
@@ -171,6 +173,53 @@ def test_a_newer_format_is_incompatible_and_left_alone(layer: Any, location: str
         with pytest.raises(Incompatible) as caught:
             livinglayer.open(location, create=create)
         assert caught.value.hint
+
+
+def test_what_one_writer_does_wrong_is_not_another_ones_error(layer: Any) -> None:
+    """Writes share a commit; a refused one, whatever refuses it, is refused alone."""
+    layer.define(
+        "note", {"name": {"type": "text!", "indexed": True}, "n": {"type": "int", "unique": True}, "of": "ref note"}
+    )
+    rng = random.Random(1)
+    mistakes: list[dict[str, Any]] = [
+        {"name": "twice", "n": 0},
+        {"name": "of nothing", "of": 10**9},
+        {"name": None},
+        {"name": "x" * (2 << 20)},
+        {"name": rng.randbytes(5000).hex()},  # more than an index of PostgreSQL takes; SQLite's does
+    ]
+    layer.insert("note", {"name": "first", "n": 0})
+    failed: list[str] = []
+    kept: list[str] = []
+
+    def right(writer: int) -> None:
+        for n in range(20):
+            try:
+                layer.insert("note", {"name": f"{writer}/{n}", "n": writer * 100 + n})
+                kept.append(f"{writer}/{n}")
+            except Exception as error:
+                failed.append(repr(error))
+
+    def wrong() -> None:
+        for n in range(20):
+            try:
+                layer.insert("note", mistakes[n % len(mistakes)])
+                assert n % len(mistakes) == 4
+            except (Invalid, Conflict, LimitExceeded):
+                pass
+            except Exception as error:
+                failed.append(repr(error)[:200])
+
+    threads = [threading.Thread(target=right, args=(n,)) for n in (1, 2, 3)] + [
+        threading.Thread(target=wrong) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert sorted(r["name"] for r in layer.query("select name from note where n > 0")) == sorted(kept)
+    assert layer.verify()
 
 
 def test_what_is_not_there_is_not_made(engine: str, tmp_path: Path, location: str) -> None:
