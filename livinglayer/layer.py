@@ -259,8 +259,9 @@ class Layer(Writes):
                 raise NotFound(f"there is no layer at {self.engine.location}", hint="layer init makes one; in Python, open(…, create=True)")
             with self.engine.starting():
                 if not engine_has_layer(self.engine):
-                    token = genesis.token()
-                    _keep_token(genesis.begin(self.engine, self._ledger, token), token)
+                    token, layer_id = genesis.token(), genesis.new_id()
+                    _keep_token(layer_id, token)  # first: a layer nobody holds the token of could never be opened
+                    genesis.begin(self.engine, self._ledger, layer_id, token)
         with self.engine.reading() as session:
             return genesis.identify(self.engine, session)
 

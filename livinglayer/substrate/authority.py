@@ -158,14 +158,14 @@ def can(catalog: Catalog, session: Session, epoch: int, policy: Policy, action: 
     if row_part:
         if not row_id.isdigit():
             raise Invalid(f"{resource!r}: a row is named entity/id")
-        table = Table(catalog.engine, entity.store, catalog.columns(session, entity.store, epoch))
+        table = catalog.table(session, entity.store, epoch)
         row = table.get(session, chain, int(row_id))
         if row is None:
             return Decision(False, [], f"there is no {name}/{row_id}")
 
         def follow(other: str, number: int) -> Mapping[str, Any] | None:
             target = schema.get(other)
-            found = Table(catalog.engine, target.store, catalog.columns(session, target.store, epoch))
+            found = catalog.table(session, target.store, epoch)
             at = found.get(session, chain, number)
             return None if at is None else found.named(target, at.values, number)
 

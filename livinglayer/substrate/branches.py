@@ -10,11 +10,11 @@ from typing import Any
 from ..errors import Conflict, Invalid, NotFound
 from .catalog import Branch, Catalog
 from .engine import Session
-from .evolve import ensure_indexes
+from .evolve import ensure_indexes, revalidate
 from .ledger import MAIN_CHAIN, Execution, Ledger, Tx, Work
 from .permissions import Policy
 from .predicates import compile_predicate, same
-from .schema import MAIN, SYSTEM, Entity, Schema, check_name
+from .schema import MAIN, SYSTEM, Entity, Field, Schema, check_name, dumps
 from .tables import Row, Table
 from .values import Stored, convert, decode
 from .views import Chain
@@ -104,7 +104,7 @@ def diff(catalog: Catalog, session: Session, version: Any, branch: Branch, polic
         entity = after.schema.by_id.get(number) or before.schema.by_id.get(number)
         if entity is None:
             continue
-        table = Table(catalog.engine, entity.store, catalog.columns(session, entity.store, version))
+        table = catalog.table(session, entity.store, version)
         old, new = table.get(session, before.chain, row_id), table.get(session, after.chain, row_id)
         if old is None and new is None:
             continue
@@ -178,6 +178,8 @@ def merge(ledger: Ledger, execution: Execution, name: str, target: str | None, p
             work.catalog.policy(work.session, execution.principal, work.version).require("merge", f"branch:{parent.name}")
             tx = work.tx(execution, "main" if parent.id == MAIN else parent, reason=reason or f"merge {name}", merged_from=branch.id)
             _apply(work, tx, branch, plan, _resolutions(work, name, parent.name))
+            if not plan.conflicts:
+                tx.check()
             if plan.conflicts or preview:
                 raise _Stop
             number = tx.finish() if parent.id != MAIN else None
@@ -207,16 +209,15 @@ def _apply(work: Work, tx: Tx, branch: Branch, plan: _Plan, resolutions: dict[An
         _merge_row(work, tx, number, row_id, base, ours, theirs, plan, resolutions)
     if schema_rows and not plan.conflicts:
         work.changed_governing(tx.number)
+        _retarget(tx, base.schema, theirs.schema)
         if tx.branch == MAIN:
             for entity in tx.schema.entities:
                 if not entity.system:
                     ensure_indexes(work.engine, work.session, entity)
-    pending: list[tuple[Entity, int]] = []
     for number, row_id in changed:
         if number not in first:
             _merge_row(work, tx, number, row_id, base, ours, theirs, plan, resolutions)
-    pending = plan.removed
-    for entity, row_id in pending:  # what still refers to a removed row, as in a delete
+    for entity, row_id in plan.removed:  # what still refers to a removed row, as in a delete
         for other, f in tx.schema.referring.get(entity.name, ()):
             for child in tx._all_having(other, f, row_id):
                 if f.on_delete == "cascade":
@@ -225,10 +226,26 @@ def _apply(work: Work, tx: Tx, branch: Branch, plan: _Plan, resolutions: dict[An
                     tx._nullify(other, f, child)
                 else:
                     raise Conflict(f"{entity.name}/{row_id} was deleted on {branch.name!r} but {other.name}/{child}.{f.name} refers to it")
+    if schema_rows and not plan.conflicts:  # rows the target had must meet what the branch newly asks of them
+        for entity in tx.schema.entities:
+            before = theirs.schema.by_id.get(entity.id)
+            if before is not None and not entity.system:
+                revalidate(tx, before, entity)
+
+
+def _retarget(tx: Tx, *before: Schema) -> None:
+    """References to an entity that one side renamed follow it."""
+    moved = {e.name: tx.schema.by_id[e.id].name for schema in before for e in schema.entities if e.id in tx.schema.by_id and tx.schema.by_id[e.id].name != e.name}
+    for entity in tx.schema.entities:
+        for f in entity.references:
+            if f.target not in tx.schema.by_name and f.target in moved:
+                tx.record(SYSTEM.by_name["field"], {"target": moved[f.target]}, f.id)
 
 
 def _merge_row(work: Work, tx: Tx, number: int, row_id: int, base: _Side, ours: _Side, theirs: _Side, plan: _Plan, resolutions: dict[Any, dict[str, Any]]) -> None:
     """Decide one row: take, leave, mix by field, or note a conflict."""
+    if ours.schema.by_id.get(number) is None:
+        return  # the branch dropped the entity after it changed the row
     entity = tx.schema.by_id.get(number)
     known = entity or ours.schema.by_id.get(number) or base.schema.by_id.get(number)
     if known is None:
@@ -290,6 +307,11 @@ def _equal(a: Mapping[str, Stored] | None, b: Mapping[str, Stored] | None) -> bo
 
 
 def _take(tx: Tx, entity: Entity, table: Table, row_id: int, now: dict[str, Stored] | None, wanted: dict[str, Stored] | None, plan: _Plan) -> None:
+    if entity.name == "field" and now is not None and wanted is not None and wanted["store"] != now["store"]:
+        # Retyped on the branch: rows of the target are still in the column it had.
+        if now["was"] is not None:
+            raise Conflict(f"field {now['name']!r} was retyped on both sides", hint="backfill it on the target first")
+        wanted = {**wanted, "was": dumps({"store": now["store"], "type": now["type"]})}
     if wanted is None:
         row = tx._current(entity, table, row_id, "delete")
         tx._authorize("delete", entity, table, row_id, row, row.values, frozenset())
@@ -366,16 +388,24 @@ def conflicts(catalog: Catalog, ledger: Ledger, branch: str | None = None) -> li
         rows = _rows(ledger, session, where, params)
         found = []
         for row in rows:
-            kind = None
-            try:
-                chain = catalog.chain(session, catalog.branch(session, row["branch"]))
-                entity = catalog.schema(session, chain, clock_epoch(ledger, session)).by_name.get(row["entity"])
-                kind = entity.by_name[row["field"]].type if entity and row["field"] in entity.by_name else None
-            except NotFound:
-                pass
+            f = _conflict_field(catalog, session, clock_epoch(ledger, session), row)
+            kind = None if f is None else f[1].type
             shown = {k: _shown(kind, row[k]) for k in ("base", "ours", "theirs")}
             found.append({"id": row["id"], "branch": row["branch"], "target": row["target"], "entity": row["entity"], "row": row["row_id"], "field": row["field"], **shown})
         return found
+
+
+def _conflict_field(catalog: Catalog, session: Session, version: Any, row: Mapping[str, Any]) -> tuple[Entity, Field] | None:
+    """The field a conflict is about, under the name either side has for its entity."""
+    for name in (row["target"], row["branch"]):
+        try:
+            schema = catalog.schema(session, catalog.chain(session, catalog.branch(session, name)), version)
+        except NotFound:
+            continue
+        entity = schema.by_name.get(row["entity"])
+        if entity is not None and row["field"] in entity.by_name:
+            return entity, entity.by_name[row["field"]]
+    return None
 
 
 def clock_epoch(ledger: Ledger, session: Session) -> int:
@@ -414,11 +444,9 @@ def resolve(ledger: Ledger, execution: Execution, conflict: int, resolution: dic
             raise Conflict(f"conflict {conflict} is closed")
         work.catalog.policy(work.session, execution.principal, work.version).require("merge", f"branch:{row['target']}")
         if "value" in resolution and row["field"] is not None:
-            target = work.catalog.branch(work.session, row["target"])
-            schema = work.catalog.schema(work.session, work.catalog.chain(work.session, target), work.version)
-            entity = schema.by_name.get(row["entity"])
-            if entity is not None and row["field"] in entity.by_name:
-                f = entity.by_name[row["field"]]
+            known = _conflict_field(work.catalog, work.session, work.version, row)
+            if known is not None:
+                entity, f = known
                 resolution = {"value": f.encode(entity.name, resolution["value"], work.settings.value_bytes)}
         elif "value" in resolution and not isinstance(resolution["value"], dict | None):
             raise Invalid("a whole row is resolved with a dict of fields, None to delete it, or take='ours'|'theirs'")

@@ -14,10 +14,12 @@ from .engine import Engine, Session
 from .permissions import Policy, load_policy
 from .predicates import Predicate, compile_predicate
 from .schema import MAIN, SYSTEM, Entity, Schema, schema_of
-from .values import datetime_text, decode
+from .tables import Table
+from .values import datetime_text, decode, text
 from .views import Chain, Level, arms, field_sql
 
 KEPT = 256
+Slice = tuple[int, Mapping[str, str | None]]
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,7 @@ class Catalog:
 
     def branch(self, session: Session, name: str, open_only: bool = False) -> Branch:
         """The branch of this name, or NotFound; a discarded one is still readable."""
-        if not isinstance(name, str):
-            raise Invalid(f"a branch is called by its name, not {name!r}")
+        text("the name of a branch", name, 1000)
         found = self._branches(session, "name", name)
         if not found:
             raise NotFound(f"there is no branch {name!r}", hint="layer branches lists them")
@@ -90,26 +91,27 @@ class Catalog:
             here = self.branch_by_id(session, here.parent)
         return (*levels, Level(here.id, cut))
 
-    def slices(self, session: Session, branch: Branch) -> list[Mapping[str, str | None]]:
-        """The slices a branch lies in: its own and its ancestors'."""
-        found = []
+    def slices(self, session: Session, branch: Branch) -> list[Slice]:
+        """The slices a branch lies in, its own and its ancestors', each with the branch that made it."""
+        found: list[Slice] = []
         here = branch
         while here.parent is not None:
             if here.slice is not None:
-                found.append(here.slice)
+                found.append((here.id, here.slice))
             here = self.branch_by_id(session, here.parent)
         return found
 
-    def slice_predicates(self, slices: list[Mapping[str, str | None]], schema: Schema, entity: Entity) -> list[Predicate] | None:
+    def slice_predicates(self, slices: list[Slice], schema: Schema, entity: Entity) -> list[Predicate] | None:
         """The conditions a row must meet to lie in every slice; None when the entity is out of scope."""
         if entity.system:
             return []
         found = []
-        for part in slices:
-            if entity.name not in part:
+        for maker, part in slices:
+            if entity.name in part:
+                if condition := part[entity.name]:
+                    found.append(compile_predicate(condition, schema, entity))
+            elif entity.id < maker:  # ids are given in order: this entity was there when the slice was cut
                 return None
-            if text := part[entity.name]:
-                found.append(compile_predicate(text, schema, entity))
         return found
 
     # Rows and schema
@@ -137,6 +139,11 @@ class Catalog:
         """Every column of an entity's head table with its stored type, whatever branch it belongs to."""
         return self._cached(("columns", store, epoch), lambda: [c for c in self.engine.columns(session, store) if c[0] not in ("id", "_tx")])
 
+    def table(self, session: Session, store: str, epoch: Any) -> Table:
+        """The physical side of an entity."""
+        found: Table = self._cached(("table", store, epoch), lambda: Table(self.engine, store, self.columns(session, store, epoch)))
+        return found
+
     # Authority
 
     def policy(self, session: Session, principal: int, epoch: int, as_of: int | None = None) -> Policy:
@@ -152,6 +159,8 @@ class Catalog:
     def principal(self, session: Session, who: str | int) -> dict[str, Any]:
         """A principal's row by name or id, or NotFound."""
         entity = SYSTEM.by_name["principal"]
+        if not isinstance(who, int):
+            text("the name of a principal", who, 1000)
         column = "id" if isinstance(who, int) else entity.by_name["name"].store
         rows = self.rows(session, entity, (Level(MAIN),), f"where x.{column} = ?", (who,))
         if not rows:

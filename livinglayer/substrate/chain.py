@@ -26,7 +26,7 @@ def image(prefixes: Sequence[str], values: Sequence[Stored]) -> bytes:
     for prefix, value in zip(prefixes, values, strict=True):
         if value is not None:
             text = value if type(value) is str else canonical(value)
-            parts.append(f"{prefix}{_size(text)}:{text}")
+            parts.append(f"{prefix}{len(text) if text.isascii() else len(text.encode())}:{text}")
     return sha256("".join(parts).encode()).digest()[:16]
 
 

@@ -12,6 +12,7 @@ from .ledger import Tx, Work
 from .predicates import compile_predicate
 from .schema import MAIN, SYSTEM, Entity, Field, check_entity_name, check_name, field_of, field_values, with_field
 from .values import convertible
+from .views import arms
 
 ENTITY, FIELD = SYSTEM.by_name["entity"], SYSTEM.by_name["field"]
 FIELDS = 500
@@ -48,6 +49,8 @@ def define(tx: Tx, name: str, fields: Mapping[str, Any], unique: Sequence[Sequen
     fresh = [s for s in sets if tuple(s) not in entity.uniques]
     if fresh:
         tx.record(ENTITY, tx._encoded(ENTITY, {"uniques": [*map(list, entity.uniques), *fresh]}, partial=True), number)
+    if there is not None:
+        revalidate(tx, there, tx.schema.by_id[number])
     _settle(tx, number)
     return number
 
@@ -142,7 +145,21 @@ def alter(
     for f in tx.schema.by_id[number].fields:
         if f.rule:
             compile_predicate(f.rule, tx.schema, tx.schema.by_id[number])
+    _keep_slices(tx, name, new_name)
+    revalidate(tx, entity, tx.schema.by_id[number])
     _settle(tx, number)
+
+
+def _keep_slices(tx: Tx, name: str, new_name: str | None) -> None:
+    """The slices a branch lies in go on naming what is there."""
+    for _, part in tx.slices:
+        if new_name is not None and name in part:
+            raise Invalid(f"{name!r} is named by the slice of branch {tx.name!r} and can't be renamed there")
+    for entity in tx.schema.entities:
+        try:
+            tx.work.catalog.slice_predicates(tx.slices, tx.schema, entity)
+        except Invalid as error:
+            raise Invalid(f"the slice of branch {tx.name!r} needs what this changes: {error.message}") from None
 
 
 def _own(tx: Tx, name: str) -> Entity:
@@ -187,34 +204,43 @@ def _change(tx: Tx, number: int, label: str, options: Mapping[str, Any], limit: 
         schema = with_field(tx.schema, entity, after)
         compile_predicate(row["rule"], schema, schema.by_id[number])
     tx.record(FIELD, tx._encoded(FIELD, {k: v for k, v in row.items() if k != "name"}, partial=True), f.id)
-    _revalidate(tx, number, f, after)
+    revalidate(tx, entity, tx.schema.by_id[number])
 
 
-def _revalidate(tx: Tx, number: int, before: Field, after: Field) -> None:
-    """Rows that are there must meet what is newly asked of them."""
-    entity = tx.schema.by_id[number]
-    table = tx.work.table(entity)
-    stricter = (after.required and not before.required) or (after.uniq and not before.uniq) or (after.rule and after.rule != before.rule)
-    stricter = stricter or (after.type in ("enum", "state") and not before.values <= after.values) or (after.type == "ref" and after.target != before.target)
-    if not stricter:
+def _stricter(before: Field | None, after: Field) -> bool:
+    """Whether a field asks for something that rows written before may not give."""
+    if before is None:
+        return after.required
+    return bool(
+        (after.required and not before.required)
+        or (after.rule and after.rule != before.rule)
+        or (after.type in ("enum", "state") and after.type == before.type and not before.values <= after.values)
+    )
+
+
+def revalidate(tx: Tx, before: Entity, after: Entity) -> None:
+    """Rows that are there must meet what is newly asked of them; costs nothing when nothing is."""
+    stricter = [f for f in after.fields if _stricter(before.by_id.get(f.id), f)]
+    known = {tuple(f.id for f in fields) for fields in before.unique_sets}
+    unique = {f.name for fields in after.unique_sets if tuple(f.id for f in fields) not in known for f in fields}
+    if not stricter and not unique:
         return
-    from .views import arms
-
-    for (row_id,) in tx.session.all(arms(tx.engine, entity.store, tx.chain, [])):
+    table = tx.work.table(after)
+    for (row_id,) in tx.session.all(arms(tx.engine, after.store, tx.chain, [])):
         row = table.get(tx.session, tx.chain, row_id)
-        assert row is not None
-        value = table.value(after, row.values)
-        if after.required and value is None:
-            raise Conflict(f"{entity.name}/{row_id} has no {after.name}", hint="fill it before requiring it")
-        if value is not None and after.type in ("enum", "state") and value not in after.values:
-            raise Conflict(f"{entity.name}/{row_id}.{after.name} is {value!r}, which would not be allowed any more")
-        tx._constrain(entity, table, row_id, list(row.values), {after.name})
+        if row is None or not tx._in_slice(after, table, row_id, row.values):
+            continue
+        for f in stricter:
+            value = table.value(f, row.values)
+            if f.required and value is None:
+                raise Conflict(f"{after.name}/{row_id} has no {f.name}", hint="fill it before requiring it")
+            if value is not None and f.type in ("enum", "state") and value not in f.values:
+                raise Conflict(f"{after.name}/{row_id}.{f.name} is {value!r}, which would not be allowed any more")
+        tx._constrain(after, table, row_id, list(row.values), unique)
 
 
 def backfill(tx: Tx, name: str, label: str) -> tuple[int, int]:
     """Finish a retype: convert every row that still has its old value; returns how many, and how many could not be."""
-    from .views import arms
-
     _authorized(tx)
     entity = _own(tx, name)
     f = entity.get(label)

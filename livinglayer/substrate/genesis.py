@@ -22,9 +22,12 @@ def token_hash(text: str) -> str:
     return sha256(text.encode()).hexdigest()
 
 
-def begin(engine: Engine, ledger: Ledger, owner_token: str) -> str:
-    """Make the tables and the rows every layer begins with, in one transaction; returns the layer's id."""
-    layer_id = secrets.token_hex(8)
+def new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def begin(engine: Engine, ledger: Ledger, layer_id: str, owner_token: str) -> None:
+    """Make the tables and the rows every layer begins with, in one transaction."""
     with writing(engine) as session:
         for sql in engine.ledger_tables():
             session.run(sql)
@@ -54,7 +57,6 @@ def begin(engine: Engine, ledger: Ledger, owner_token: str) -> str:
         tx.finish()
         work.finish()
     ledger.executions.discard(execution)
-    return layer_id
 
 
 def _put(tx: Any, name: str, row: dict[str, Any]) -> None:

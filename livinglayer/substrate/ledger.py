@@ -7,6 +7,7 @@ holds the layer; writes that are one statement each are committed in groups.
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +25,8 @@ from .permissions import Policy, Rules
 from .predicates import Env, Predicate, compile_predicate, same
 from .schema import MAIN, SYSTEM, Entity, Field, Schema, dumps
 from .tables import Row, Table
-from .values import Stored, datetime_text, json_text
-from .views import Chain, Level, arms, field_sql
+from .values import Stored, datetime_text, json_text, text
+from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
 GUARDED = frozenset({"entity", "field", "branch", "permission", "principal", "membership", "conflict"})  # changed by verbs of their own
@@ -104,6 +105,7 @@ class Work:
             raise Unavailable("the layer has no clock; it was not made completely", hint="make it anew")
         self.clock = Clock(row[0], row[1], row[2], row[3], bytes(row[4]))
         self.version: Any = self.clock.epoch  # what caches go by: the epoch, or a draft of the next one
+        self.tables: dict[Any, Table] = {}
         self.opened: list[Execution] = []
         self.checked: set[int] = set()
 
@@ -116,7 +118,9 @@ class Work:
         self.version = ("draft", next(self._draft))
 
     def table(self, entity: Entity) -> Table:
-        found: Table = self.catalog._cached(("table", entity.store, self.version), lambda: Table(self.engine, entity.store, self.catalog.columns(self.session, entity.store, self.version)))
+        found = self.tables.get((entity.store, self.version))
+        if found is None:
+            found = self.tables[entity.store, self.version] = self.catalog.table(self.session, entity.store, self.version)
         return found
 
     def tx(self, execution: Execution, branch: str = "main", **more: Any) -> Tx:
@@ -221,26 +225,26 @@ class Tx:
 
     def _encoded(self, entity: Entity, values: Mapping[str, Any], partial: bool = False) -> dict[str, Stored]:
         """Stored values by field name; defaults filled in for a new row."""
-        limit, name = self.work.settings.value_bytes, entity.name
+        limit, encoders = self.work.settings.value_bytes, entity.encoders
         found: dict[str, Stored] = {}
-        by_name = entity.by_name
         for label, value in values.items():
-            f = by_name.get(label)
-            if f is None:
+            known = encoders.get(label)
+            if known is None:
                 entity.get(label)
                 raise AssertionError
-            if f.type == "file" and isinstance(value, bytes | bytearray):
+            what, encode, content = known
+            if content and isinstance(value, bytes | bytearray):
                 digest = sha256(value).hexdigest()
                 self.engine.put_blob(digest, bytes(value))
                 value = digest
-            found[label] = f.encode(name, value, limit)
+            found[label] = None if value is None else encode(what, value, limit)
         if not partial:
-            for f in entity.fields:
-                if f.name not in found and f.initial is not None:
+            for f in entity.defaults:
+                if f.name not in found:
                     found[f.name] = self._default(entity, f)
-        for f in entity.fields:
-            if f.required and found.get(f.name, 0 if partial else None) is None:
-                raise Invalid(f"{name}.{f.name} is required", hint="give it a value" if f.name in values else "it has no default")
+        for label in entity.required:
+            if found.get(label, 0 if partial else None) is None:
+                raise Invalid(f"{entity.name}.{label} is required", hint="give it a value" if label in values else "it has no default")
         return found
 
     def _default(self, entity: Entity, f: Field) -> Stored:
@@ -274,12 +278,13 @@ class Tx:
         """Write a new row of stored values by field name."""
         table = self.work.table(entity)
         values: list[Stored] = [None] * len(table.columns)
-        for f in entity.fields:
-            value = stored.get(f.name)
-            if value is not None:
-                values[table.index[f.store]] = value
-                if f.type == "state" and not merging and value != f.options["initial"]:
-                    raise Invalid(f"{entity.name}.{f.name}: a new row begins as {f.options['initial']!r}, not {value!r}")
+        for name, value in stored.items():
+            f = entity.by_name[name]
+            values[table.index[f.store]] = value
+            if f.type == "state" and not merging and value is not None and value != f.options["initial"]:
+                raise Invalid(f"{entity.name}.{f.name}: a new row begins as {f.options['initial']!r}, not {value!r}")
+        if merging:
+            self._complete(entity, table, values)
         number = self.work.new_id() if number is None else number
         names = set(stored)
         self._authorize("insert", entity, table, number, None, values, frozenset(names))
@@ -302,12 +307,16 @@ class Tx:
                     allowed = ", ".join(f.options["transitions"].get(before, ())) or "nothing"
                     raise Invalid(f"{entity.name}.{name} can't go from {before!r} to {value!r}", hint=f"from {before!r} it can go to {allowed}")
             places += table.set(f, values, value)
+        if merging:
+            self._complete(entity, table, values)
         self._authorize("update", entity, table, number, row, values, frozenset(stored))
         self._constrain(entity, table, number, values, set(stored))
         self._write(entity, table, number, row, values, tuple(sorted(set(places))))
 
     def remove(self, entity: Entity, number: int, expect: int | None = None, cascading: bool = False) -> None:
         table = self.work.table(entity)
+        if cascading and table.get(self.session, self.chain, number) is None:
+            return  # another way led here before
         row = self._current(entity, table, number, "delete")
         self._expected(entity, number, row, expect)
         if not cascading:
@@ -321,6 +330,12 @@ class Tx:
                     self._nullify(other, f, child)
                 else:
                     raise Conflict(f"{entity.name}/{number} is referred to by {other.name}/{child}.{f.name}", hint="delete or change that first")
+
+    def _complete(self, entity: Entity, table: Table, values: Sequence[Stored]) -> None:
+        """Nothing required is missing in a row that comes from elsewhere."""
+        for name in entity.required:
+            if table.value(entity.by_name[name], values) is None:
+                raise Invalid(f"{entity.name}.{name} is required and would be empty")
 
     def _nullify(self, entity: Entity, f: Field, number: int) -> None:
         table = self.work.table(entity)
@@ -440,6 +455,8 @@ class Tx:
             for f, rule in rules:
                 if rule.test(Env(state, {}, self._follow)) is False:
                     raise Invalid(f"{entity.name}.{f.name} breaks its check: {f.rule}")
+        if not entity.spanning & names:
+            return
         if self.deferred:
             self.touched.setdefault((entity.name, number), set()).update(names)
         else:
@@ -478,8 +495,12 @@ class Tx:
         """The ids of rows with these values, as this tx sees them."""
         where = "".join(f" and {self._equal(f)}" for f in fields) + ("" if other_than is None else " and x.id <> ?")
         params = [self.engine.native(f.type, v) for f, v in zip(fields, wanted, strict=True)] + ([] if other_than is None else [other_than])
-        sql = arms(self.engine, entity.store, self.chain, [], where=where) + tail
-        return [row[0] for row in self.session.all(sql, params * len(self.chain))]
+        sql = arms(self.engine, entity.store, self.chain, [], where=where) + ("" if self.slices else tail)
+        found = [row[0] for row in self.session.all(sql, params * arm_count(self.chain))]
+        if not self.slices:
+            return found
+        table = self.work.table(entity)  # what lies outside the slice is not there
+        return [i for i in found if (row := table.get(self.session, self.chain, i)) is not None and self._in_slice(entity, table, i, row.values)]
 
     def _equal(self, f: Field) -> str:
         column = field_sql(self.engine, f, lambda expression, kind: expression)
@@ -506,13 +527,11 @@ class Tx:
             return False
         if row[0] != digest:
             raise Conflict(f"idempotency key {self.key!r} was used for another request", hint="use a new key")
-        import json
-
         self.result, self.number = json.loads(row[1]), row[2]
         return True
 
-    def finish(self, result: Any = None) -> int:
-        """Check what spans rows, then record the tx; returns its number."""
+    def check(self) -> None:
+        """Look at what spans rows: references and unique values of everything this tx touched."""
         for (name, number), names in self.touched.items():
             entity = self.schema.by_name.get(name)
             if entity is None:
@@ -521,6 +540,10 @@ class Tx:
             row = table.get(self.session, self.chain, number)
             if row is not None:
                 self._between(entity, table, number, row.values, names)
+
+    def finish(self, result: Any = None) -> int:
+        """Check what spans rows, then record the tx; returns its number."""
+        self.check()
         self.result = result
         work, execution, clock = self.work, self.execution, self.work.clock
         at = max(now(), clock.at)
@@ -558,8 +581,6 @@ def _id(number: Any) -> int:
 
 
 def _text(what: str, value: Any) -> str | None:
-    from .values import text
-
     return None if value is None else text(what, value, 100_000)
 
 

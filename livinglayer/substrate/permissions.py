@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Denied, Invalid
@@ -60,7 +61,7 @@ class Rules:
     allows: tuple[tuple[Grant, tuple[tuple[Predicate, Me], ...]], ...]
     denies: tuple[tuple[Grant, tuple[tuple[Predicate, Me], ...]], ...]
 
-    @property
+    @cached_property
     def everything(self) -> bool:
         return not self.denies and any(not where and g.fields is None for g, where in self.allows)
 
@@ -100,7 +101,7 @@ class Policy:
     grants: tuple[Grant, ...]
     until: datetime | None  # when a validity interval begins or ends and this must be read again
     key: str
-    _rules: dict[Any, Rules] = field(default_factory=dict)
+    _rules: dict[Any, tuple[Schema, Rules]] = field(default_factory=dict)
 
     def expired(self) -> bool:
         return self.until is not None and datetime.now(UTC) >= self.until
@@ -108,11 +109,10 @@ class Policy:
     def rules(self, action: str, schema: Schema, entity: Entity, branch: str | None) -> Rules:
         key = (action, id(schema), entity.id, branch)
         found = self._rules.get(key)
-        if found is None or found[0] is not schema:  # type: ignore[index]
-            rules = Rules(*(tuple(self._compile(g, schema, entity) for g in self.grants if g.effect == effect and g.covers(action, entity.name, branch)) for effect in ("allow", "deny")))
-            self._rules[key] = (schema, rules)  # type: ignore[assignment]
-            return rules
-        return found[1]  # type: ignore[index]
+        if found is None or found[0] is not schema:
+            sides = [tuple(self._compile(g, schema, entity) for g in self.grants if g.effect == effect and g.covers(action, entity.name, branch)) for effect in ("allow", "deny")]
+            found = self._rules[key] = (schema, Rules(*sides))
+        return found[1]
 
     def _compile(self, grant: Grant, schema: Schema, entity: Entity) -> tuple[Grant, tuple[tuple[Predicate, Me], ...]]:
         try:

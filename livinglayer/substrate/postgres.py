@@ -46,6 +46,7 @@ _KIND = {
 }  # fmt: skip
 _ISO = "'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'"
 STALE = "LL001"
+REPEATED = 10_000
 
 
 class Stale(Exception):
@@ -65,6 +66,8 @@ def _ours(error: psycopg.Error) -> LayerError:
     text = str(error).strip().split("\n")[0]
     if isinstance(error, pg.LockNotAvailable | pg.DeadlockDetected):
         return Unavailable("another writer holds the layer", hint="try again; a long transaction may be open elsewhere")
+    if isinstance(error, pg.ProgramLimitExceeded):
+        return LimitExceeded(f"the database can't hold it: {text}")
     if isinstance(error, pg.DiskFull | pg.OutOfMemory):
         return Unavailable(f"the database server is out of room: {text}", hint="nothing was written")
     if isinstance(error, pg.QueryCanceled):
@@ -177,12 +180,20 @@ class PostgresEngine:
         return True
 
     @contextmanager
-    def _borrowed(self) -> Iterator[psycopg.Connection[Any]]:
-        """A connection of the owner's, from the pool."""
+    def _borrowed(self, begin: str = "select 1") -> Iterator[psycopg.Connection[Any]]:
+        """A connection of the owner's, from the pool; its first statement tells whether it is still alive."""
         with self._lock:
             connection = self._pool.pop() if self._pool else None
-        if connection is None or connection.closed or connection.broken:
+        if connection is not None:
+            try:
+                connection.execute(begin)
+            except psycopg.Error:
+                connection.close()
+                connection = None
+        if connection is None:
             connection = connect(self._url)
+            with translated():
+                connection.execute(begin)
         try:
             with translated():
                 yield connection
@@ -251,14 +262,7 @@ class PostgresEngine:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        with self._borrowed() as connection:
-            try:
-                connection.execute("begin isolation level repeatable read read only")
-            except psycopg.OperationalError:  # it died while idle
-                connection.close()
-                with self.reading() as session:
-                    yield session
-                return
+        with self._borrowed("begin isolation level repeatable read read only") as connection:
             try:
                 yield PostgresSession(connection)
             finally:
@@ -418,16 +422,17 @@ class PostgresEngine:
             key = connection.execute(f"select value from {SCHEMA}.meta where key = 'reader_key'").fetchone()
             assert key is not None
             password = sha256(f"{key[0]}:{name}".encode()).hexdigest()
-            there = connection.execute("select 1 from pg_roles where rolname = $1", (name,)).fetchone()
+            if connection.execute("select 1 from pg_roles where rolname = $1", (name,)).fetchone() is not None:
+                self._roles[principal] = (name, password)
+                return name, password
             try:
-                if there is None:
-                    connection.execute(f"create role {name} login nosuperuser nocreatedb nocreaterole noinherit connection limit 64 password '{password}'")
-                for setting in ("default_transaction_read_only = on", "work_mem = '16MB'", "plan_cache_mode = force_generic_plan", "max_parallel_workers_per_gather = 0"):
+                connection.execute(f"create role {name} login nosuperuser nocreatedb nocreaterole noinherit connection limit 64 password '{password}'")
+                for setting in ("default_transaction_read_only = on", "work_mem = '16MB'", "plan_cache_mode = force_generic_plan", "jit = off", "max_parallel_workers_per_gather = 0"):
                     connection.execute(f"alter role {name} set {setting}")
             except pg.InsufficientPrivilege:
                 raise Unavailable("this database user can't make roles for readers", hint="grant it CREATEROLE") from None
-        with self._borrowed() as connection, suppress(pg.InsufficientPrivilege):
-            connection.execute(f"alter role {name} set temp_file_limit = '1GB'")
+            with suppress(pg.InsufficientPrivilege), connection.transaction():  # only a superuser may
+                connection.execute(f"alter role {name} set temp_file_limit = '1GB'")
         self._roles[principal] = (name, password)
         return name, password
 
@@ -472,7 +477,7 @@ _NODES = frozenset(
     Mod Mul NEQ Neg Not Null NullSafeEQ NullSafeNEQ Offset Or Order Ordered Paren Placeholder Rollup Select SimilarTo Slice Star Sub
     Subquery Table TableAlias Tuple Union Values Var Where Window WindowSpec With WithinGroup Escape IntDiv
     Abs Array ArrayAgg ArrayContainsAll ArrayContainedBy ArraySize Ascii Avg Case Cast Ceil Chr Coalesce Collate Concat ConcatWs Cos Count CountIf CumeDist
-    CurrentDate CurrentTimestamp CurrentTime DateTrunc DenseRank Exists Exp ExplodingGenerateSeries GenerateSeries Extract FirstValue Floor Format Greatest GroupConcat
+    CurrentDate CurrentTimestamp CurrentTime DateTrunc DenseRank Exists Exp ExplodingGenerateSeries GenerateSeries Extract FirstValue Floor Greatest GroupConcat
     Grouping If Initcap JSONArrayAgg JSONBContains JSONBContainsTopKey JSONBContainsAnyTopKeys JSONBContainsAllTopKeys JSONBExtract JSONBExtractScalar JSONExtract JSONExtractScalar
     JSONObjectAgg JSONBObjectAgg Lag LastValue Lead Least Left Length Ln Localtimestamp Log LogicalAnd LogicalOr Lower MD5 Max Min Mode NthValue Ntile
     Nullif Overlay Pad PercentRank PercentileCont PercentileDisc Pi Pow Rand Rank RegexpLike RegexpILike RegexpReplace Repeat Replace Reverse Right Round
@@ -492,8 +497,8 @@ _TYPES = frozenset(
 
 
 @lru_cache(1024)
-def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str]]:
-    """The statement to run (with {N} for parameters), its parameters' names in order, and the entities it names."""
+def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str], frozenset[str]]:
+    """The statement to run, its parameters' names in order, the relations it names, and those it makes itself."""
     refused = Invalid("the query can't be read", hint="one SELECT over entity names")
     if len(sql) > 100_000:
         raise LimitExceeded("a query has at most 100000 characters")
@@ -521,6 +526,10 @@ def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str]]:
             raise Invalid(f"{kind.lower()} is not part of a query's language")
         if isinstance(node, exp.Anonymous) and (not isinstance(node.this, str) or node.this.lower() not in _FUNCTIONS):
             raise NotFound(f"there is no function {str(node.this)!r}")
+        if isinstance(node, exp.Repeat | exp.Pad):  # PostgreSQL fills a gigabyte without looking at the clock
+            count = node.args.get("times") or node.args.get("expression")
+            if not isinstance(count, exp.Literal) or count.is_string or not count.this.isdigit() or int(count.this) > REPEATED:
+                raise Invalid(f"{kind.lower()} takes a plain number up to {REPEATED}")
         if isinstance(node, exp.Func) and isinstance(node.parent, exp.Dot):
             raise NotFound("functions have no schema here")
         if isinstance(node, exp.DataType) and (node.this.name if hasattr(node.this, "name") else str(node.this)) not in _TYPES:
@@ -542,12 +551,14 @@ def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str]]:
     for node in nodes:
         if isinstance(node, exp.Placeholder):
             node.replace(exp.Var(this=f"${names.index(node.this) + 1}"))
-    shadows = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
+    shadows = {cte.alias for cte in tree.find_all(exp.CTE)}
+    if any(name.startswith("pg_") for name in shadows):
+        raise Invalid("a name of a query can't begin with pg_")  # where it does not reach, PostgreSQL's own would be read
     try:
         text = tree.sql(dialect="postgres", comments=False)
     except RecursionError:
         raise Invalid("the query is nested too deeply") from None
-    return text, tuple(names), frozenset(entities - shadows) | frozenset(e for e in entities if e in shadows)
+    return text, tuple(names), frozenset(entities), frozenset(shadows)
 
 
 class Reader:
@@ -594,9 +605,13 @@ class Reader:
             def relation(entity: str) -> str:
                 inner = f"{self.schema}._b_{entity}"
                 if entity not in made:
-                    connection.execute(f"create or replace view {inner} as {self.source.base(entity)}")
+                    build(inner, f"create view {inner} as {self.source.base(entity)}")
                     made.add(entity)
                 return inner
+
+            def build(name: str, sql: str) -> None:  # replacing a view would lock out those who read it
+                if connection.execute("select to_regclass($1)", (name,)).fetchone() == (None,):
+                    connection.execute(sql)
 
             if self.source.entity(name) is None:
                 return False
@@ -606,7 +621,7 @@ class Reader:
                 return False
             fresh = "" if self.draft else f" where (select {SCHEMA}.fresh({self.source.epoch}))"
             barrier = "" if self.source.open(name) else " with (security_barrier)"
-            connection.execute(f"create or replace view {self.schema}.{name}{barrier} as select * from ({sql}) g{fresh}")
+            build(f"{self.schema}.{name}", f"create view {self.schema}.{name}{barrier} as select * from ({sql}) g{fresh}")
             connection.execute(f"grant select on {self.schema}.{name} to {self.role}")
             return True
 
@@ -623,10 +638,10 @@ class Reader:
         return found
 
     def _prepared(self, sql: str, params: Any, using: psycopg.Connection[Any] | None = None) -> tuple[str, list[Any]]:
-        text, names, entities = checked(sql)
+        text, names, entities, own = checked(sql)
         for entity in entities:
-            if self.source.entity(entity) is not None:
-                self.bind(entity, using=using)
+            if not self.bind(entity, using=using) and entity not in own:
+                raise NotFound(f"there is no entity {entity!r} to read", hint="layer schema lists what there is")
         if params is not None and not isinstance(params, Mapping):
             raise Invalid("parameters are named, as in :name with a dict")
         given = params or {}
@@ -649,8 +664,7 @@ class Reader:
                 if attempt == 2:
                     raise self._refusal(error) from None
                 for entity in checked(sql)[2]:  # swept away, or never there
-                    if self.source.entity(entity) is not None:
-                        self.bind(entity, again=True)
+                    self.bind(entity, again=True)
             except psycopg.Error as error:
                 if error.sqlstate == STALE:
                     raise Stale from None

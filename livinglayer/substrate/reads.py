@@ -27,8 +27,8 @@ from .engine import Engine, Session
 from .permissions import Policy
 from .predicates import Me, Predicate
 from .schema import Entity, Schema
-from .values import decoder, parameter
-from .views import HISTORY, Chain, base_sql, governed_sql, history_sql
+from .values import decoder, parameter, text
+from .views import Chain, base_sql, governed_sql, history_names, history_sql
 
 SUFFIX = "__history"
 NAMED = ("principal", "reason", "execution", "branch")  # of history: who and why, for those who may read tx
@@ -70,12 +70,13 @@ class Source:
         nobody: Me = {}
         extra: list[tuple[Predicate, Me]] = [(p, nobody) for p in conditions]
         names = [f.name for f in entity.fields]
-        fixed: Sequence[str] = () if entity.kind == "ledger" else ("id", *HISTORY) if past else ("id",)
+        added = history_names(entity)
+        fixed: Sequence[str] = () if entity.kind == "ledger" else ("id", *added.values()) if past else ("id",)
         blank: Sequence[str] = ()
         if past and not self.policy.rules("read", self.schema, self.schema.by_name["tx"], self.branch.name).everything:
-            blank = NAMED
+            blank = [added[n] for n in NAMED]
         if entity.kind != "ledger":
-            names = ["id", *names, *(HISTORY if past else ())]
+            names = ["id", *names, *(added.values() if past else ())]
         return governed_sql(self.engine, names, relation(name), rules.read_rule(), relation, extra, fixed, blank)
 
     def open(self, name: str) -> bool:
@@ -92,7 +93,7 @@ class Source:
             found = self.entity(name)
             if found and column in found[0].by_name:
                 return found[0].by_name[column].type
-            if found and found[1] and column == "at":
+            if found and found[1] and column == history_names(found[0])["at"]:
                 return "datetime"
         return None
 
@@ -185,6 +186,16 @@ def as_dicts(names: Sequence[str], kinds: Sequence[tuple[int, str]], rows: Seque
     return found
 
 
+def check_request(sql: Any, params: Any) -> None:
+    """What can't be a query is Invalid before anything looks at it."""
+    text("the query", sql, 1 << 20)
+    if isinstance(params, str | bytes) or not isinstance(params, Mapping | Sequence | None):
+        raise Invalid(f"parameters are a dict or a list, not {type(params).__name__}")
+    for value in params.values() if isinstance(params, Mapping) else params or ():
+        if isinstance(value, str):
+            text("a parameter", value, 1 << 30)
+
+
 class Reads:
     """Answers queries: the owner's here, everybody else's where they can't hurt (a reader process, a role of their own)."""
 
@@ -200,42 +211,55 @@ class Reads:
         """Rows of one SELECT as dicts."""
         seconds = self.settings.query_seconds if timeout is None else timeout
         most = self.settings.query_rows if limit is None else limit
+        check_request(sql, params)
         if self.processes is not None and not trusted:
             return self.processes.query(sql, params, branch, as_of, principal, seconds, most)
         return as_dicts(*self.raw(sql, params, branch, as_of, principal, time.monotonic() + seconds, most))
 
     def raw(self, sql: str, params: Any, branch: str, as_of: int | datetime | None, principal: int, deadline: float, most: int) -> Answer:
         """The answer of one SELECT, values as the engine gives them."""
-        if not isinstance(sql, str) or "\0" in sql:
-            raise Invalid("a query is text without NUL characters")
         key = (branch, as_of, principal)
         for _ in range(20):
-            reader = self._take(key)
+            reader, used = self._take(key)
             try:
                 answer: Answer = reader.answer(sql, params, deadline, most)
             except self.engine.stale:
                 reader.close()
                 continue
+            except (NotFound, Invalid):
+                # A name that was not there when the reader was made may be by now.
+                stale = used and self._epoch() != reader.source.epoch
+                self._give(key, reader, keep=not stale)
+                if not stale:
+                    raise
+                continue
             except BaseException as error:
                 self._give(key, reader, keep=isinstance(error, LayerError) and not isinstance(error, Unavailable))
+                if used and isinstance(error, Unavailable):  # its connection died while it lay idle
+                    continue
                 raise
             self._give(key, reader, keep=not reader.source.policy.expired())
             return answer
         raise Unavailable("the schema changes faster than this query can be read", hint="try again")
 
-    def _take(self, key: Any) -> Any:
+    def _epoch(self) -> int:
+        with self.engine.reading() as session:
+            return clock(self.engine, session)[1]
+
+    def _take(self, key: Any) -> tuple[Any, bool]:
+        """A reader for a key, and whether it was used before."""
         with self._lock:
             idle = self._idle.get(key)
             if idle:
                 self._idle.move_to_end(key)
-                return idle.pop()
+                return idle.pop(), True
         branch, as_of, principal = key
         with self.engine.reading() as session:
             last, epoch = clock(self.engine, session)
             moment = None if as_of is None else self.catalog.moment(session, as_of, last)
             policy = self.catalog.policy(session, principal, epoch)
             source = Source(self.catalog, session, self.catalog.branch(session, branch), moment, policy, epoch)
-        return self.engine.reader(source)
+        return self.engine.reader(source), False
 
     def _give(self, key: Any, reader: Any, keep: bool) -> None:
         dropped = [] if keep else [reader]
@@ -253,7 +277,7 @@ class Reads:
     def borrow(self, branch: str, as_of: int | datetime | None, principal: int) -> tuple[Any, Callable[[], None]]:
         """A reader to run several statements on, and what gives it back."""
         key = (branch, as_of, principal)
-        reader = self._take(key)
+        reader, _ = self._take(key)
         return reader, lambda: self._give(key, reader, keep=True)
 
     def close(self) -> None:

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..errors import Invalid
+from ..errors import Invalid, LimitExceeded
 from .predicates import Predicate, compile_predicate
-from .values import TYPES, Stored, decode, encode
+from .values import ENCODE, TYPES, Encode, Stored, decode
 
 FORMAT = 1
 FIRST_ID = 2000  # below it: the system's entities, their fields and the rows every layer begins with
 MAIN, OWNER, OWNER_PERMISSION = 1500, 1501, 1502
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 NAME_LENGTH = 48
+INDEXED_BYTES = 2000
 # Words that one of the engines does not take as a bare name.
 WORDS = frozenset(
     """add all alter analyse analyze and any array as asc asymmetric authorization autoincrement between binary both
@@ -70,11 +71,21 @@ class Field:
         return frozenset(self.options.get("values", ()))
 
     def encode(self, entity: str, value: Any, limit: int) -> Stored:
-        what = f"{entity}.{self.name}"
-        stored = encode(self.type, what, value, limit)
-        if stored is not None and self.type in ("enum", "state") and stored not in self.values:
-            raise Invalid(f"{what}: {stored!r} is not one of {', '.join(sorted(self.values))}")
-        return stored
+        return None if value is None else self.encoder(f"{entity}.{self.name}", value, limit)
+
+    @cached_property
+    def encoder(self) -> Encode:
+        """What turns a Python value (not None) into a stored one, or raises Invalid."""
+        if self.type not in ("enum", "state"):
+            return ENCODE[self.type]
+
+        def choose(what: str, value: Any, limit: int) -> Stored:
+            stored = ENCODE["text"](what, value, limit)
+            if stored not in self.values:
+                raise Invalid(f"{what}: {stored!r} is not one of {', '.join(sorted(self.values))}")
+            return stored
+
+        return choose
 
 
 def column_number(store: str) -> int:
@@ -109,6 +120,39 @@ class Entity:
         sets = [(f,) for f in self.fields if f.uniq]
         sets += [tuple(self.by_id[i] for i in ids) for ids in self.uniques if all(i in self.by_id for i in ids)]
         return tuple(sets)
+
+    @cached_property
+    def encoders(self) -> dict[str, tuple[str, Encode, bool]]:
+        """By field name: what errors call it, its encoder, and whether bytes may be given."""
+        return {f.name: (f"{self.name}.{f.name}", self._bounded(f), f.type == "file") for f in self.fields}
+
+    def _bounded(self, f: Field) -> Encode:
+        """The encoder of a field, within what an index of either engine can hold."""
+        sets = [len(fields) for fields in self.unique_sets if f in fields] + [1] * (f.indexed or f.type == "ref")
+        if not sets or f.type not in ("text", "json"):
+            return f.encoder
+        most = INDEXED_BYTES // max(sets)
+
+        def within(what: str, value: Any, limit: int) -> Stored:
+            try:
+                return f.encoder(what, value, min(limit, most))
+            except LimitExceeded:
+                raise LimitExceeded(f"{what}: an indexed value has at most {most} bytes", hint="index a shorter field, e.g. a hash of it") from None
+
+        return within
+
+    @cached_property
+    def required(self) -> tuple[str, ...]:
+        return tuple(f.name for f in self.fields if f.required)
+
+    @cached_property
+    def defaults(self) -> tuple[Field, ...]:
+        return tuple(f for f in self.fields if f.initial is not None)
+
+    @cached_property
+    def spanning(self) -> frozenset[str]:
+        """Fields whose values say something about other rows: references and unique ones."""
+        return frozenset(f.name for f in self.references) | {f.name for fields in self.unique_sets for f in fields}
 
     @cached_property
     def references(self) -> tuple[Field, ...]:
@@ -215,6 +259,7 @@ def field_values(entity: str, name: str, spec: str | Mapping[str, Any], limit: i
         options["values"] = _names(what, given["values"], "values")
     elif kind == "state":
         options = _machine(what, given)
+        given["required"] = True  # a row is always in some state
         if given["default"] is None:
             given["default"] = options["initial"]
     elif kind == "ref":

@@ -11,7 +11,7 @@ from .chain import image
 from .engine import LIVE, Engine, Session, marks
 from .schema import MAIN, Entity, Field, column_number
 from .values import Stored, convert
-from .views import Chain, arms
+from .views import Chain, arm_count, arms
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Table:
             sql = arms(self.engine, self.store, chain, self.portable, version=True, where=" and x.id = ?")
             if len(self._sql) < 500:
                 self._sql[key] = sql
-        found = session.one(sql, (number,) * (len(chain) + (chain[-1].cut is not None)))
+        found = session.one(sql, (number,) * arm_count(chain))
         return None if found is None else Row(found[-1], list(found[1:-1]))
 
     # Writing

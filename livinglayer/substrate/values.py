@@ -29,7 +29,7 @@ def _wrong(what: str, value: object, needed: str) -> Invalid:
 
 
 def text(what: str, value: Any, limit: int) -> str:
-    if not isinstance(value, str):
+    if type(value) is not str and not isinstance(value, str):
         raise _wrong(what, value, "text")
     if "\0" in value:
         raise Invalid(f"{what}: text can't contain a NUL character", hint="store bytes in a file field")
@@ -43,7 +43,7 @@ def text(what: str, value: Any, limit: int) -> str:
 
 
 def _int(what: str, value: Any, limit: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if type(value) is not int and (not isinstance(value, int) or isinstance(value, bool)):
         raise _wrong(what, value, "an int")
     if not INT_MIN <= value <= INT_MAX:
         raise Invalid(f"{what}: an int has 64 bits", hint="a decimal field holds larger numbers exactly")
@@ -162,18 +162,14 @@ def _file(what: str, value: Any, limit: int) -> str:
     return value
 
 
-_ENCODE: dict[str, Callable[[str, Any, int], Stored]] = {
+Encode = Callable[[str, Any, int], Stored]
+ENCODE: dict[str, Encode] = {
     "text": text, "int": _int, "float": _float, "decimal": _decimal, "bool": _bool, "date": _date,
     "datetime": _datetime, "json": _json, "enum": text, "ref": _int, "file": _file, "state": text,
 }  # fmt: skip
 _DECODE: dict[str, Callable[[Any], Any]] = {
     "decimal": Decimal, "bool": bool, "date": date.fromisoformat, "datetime": datetime.fromisoformat, "json": json.loads,
 }  # fmt: skip
-
-
-def encode(kind: str, what: str, value: Any, limit: int) -> Stored:
-    """The stored form of a Python value, or Invalid. None is handled by the caller for json too: null is absence."""
-    return None if value is None else _ENCODE[kind](what, value, limit)
 
 
 def decoder(kind: str) -> Callable[[Any], Any] | None:

@@ -101,13 +101,24 @@ def history_sql(engine: Engine, entity: Entity, chain: Chain) -> str:
     names = ", ".join(["v.id", *(f"v.{f.name}" for f in entity.fields)])
     branch, principal = _name(engine, "branch", "v.b"), _name(engine, "principal", "t.principal")
     op = "case v.op when 'i' then 'insert' when 'u' then 'update' when 'd' then 'delete' end"
+    n = history_names(entity)
     return (
-        f"select {names}, v.tx, v.tx_end, {op} as op, {engine.shown('t.at', 'datetime')} as at, {principal} as principal, t.reason, t.execution, {branch} as branch"
+        f"select {names}, v.tx, v.tx_end, {op} as op, t.at as {n['at']}, {principal} as {n['principal']}, t.reason as {n['reason']}, t.execution as {n['execution']}, {branch} as {n['branch']}"
         f" from ({' union all '.join(parts)}) v join {at}ledger_tx t on t.tx = v.tx"
     )
 
 
 HISTORY = ("tx", "tx_end", "op", "at", "principal", "reason", "execution", "branch")
+
+
+def history_names(entity: Entity) -> dict[str, str]:
+    """What a history view calls its own columns: with tx_ before them where the entity has a field of that name."""
+    return {name: f"tx_{name}" if name in entity.by_name else name for name in HISTORY}
+
+
+def arm_count(chain: Chain) -> int:
+    """How many selects `arms` makes, each with its own parameters."""
+    return len(chain) + (chain[-1].cut is not None)
 
 
 def _name(engine: Engine, entity: str, key: str) -> str:
