@@ -25,6 +25,7 @@ class Names:
     hidden_columns: tuple[str, ...]
     physical: tuple[str, ...] = ()  # tables, views, sequences as the database spells them
     branches: tuple[str, ...] = ("main",)
+    first_tx: int = 1  # from when on what is readable was there
     last_tx: int = 10
     scratch: str = "/tmp/never"  # a directory where a file may never appear
 
@@ -141,7 +142,7 @@ STATEMENTS = {
         create virtual table z using fts5(a) ¦ create virtual table temp.z using rtree(a, b, c) ¦ create virtual table z using dbstat(main)
         create table z as select * from item ¦ drop table item ¦ drop view item ¦ drop view temp.item ¦ drop index if exists x
         alter table main.{physical} rename to z ¦ alter table item add column z ¦ table item ¦ select * into z from item
-        select * from item; select 1 ¦ select 1; drop view temp.item ¦ select 1; attach ':memory:' as z ¦ ; ¦ ;; select 1; select 2
+        select * from item; select 1 ¦ select 1; drop view temp.item ¦ select 1; attach ':memory:' as z ¦ ;; select 1; select 2
         select * from item for update ¦ select * from item as of 1 ¦ set role x ¦ copy item to stdout ¦ .dump ¦ .shell id ¦ call x()
     """,
     "postgres": """
@@ -170,7 +171,7 @@ STATEMENTS = {
         select * from (select * from item for update) x ¦ do $$ begin perform pg_sleep(9); end $$ ¦ do language plpgsql 'begin end' ¦ call nosuch() ¦ lock table item ¦ lock table livinglayer.{physical} in access exclusive mode
         listen a ¦ notify a, 'b' ¦ unlisten * ¦ prepare p as select * from item ¦ execute p ¦ deallocate all ¦ declare c cursor for select * from item
         declare c cursor with hold for select * from item ¦ fetch all from c ¦ move 1 from c ¦ close all ¦ vacuum ¦ vacuum full ¦ analyze ¦ reindex database postgres ¦ cluster ¦ checkpoint ¦ load 'auto_explain'
-        refresh materialized view z ¦ import foreign schema public from server x into y ¦ select 1; select 2 ¦ select 1; drop view item ¦ select * from item; commit; set role postgres ¦ ; ¦ select 1;; select 2
+        refresh materialized view z ¦ import foreign schema public from server x into y ¦ select 1; select 2 ¦ select 1; drop view item ¦ select * from item; commit; set role postgres ¦ select 1;; select 2
         create rule z as on select to item do instead select 1 ¦ create trigger z after insert on item execute function z() ¦ create event trigger z on ddl_command_start execute function z()
     """,
 }
@@ -337,7 +338,7 @@ class Grammar:
             branch = rng.choice([*self.names.branches, "nosuch", "main'--", "MAIN", "", "main\x00"])
         if rng.random() < 0.12:
             as_of = (
-                rng.randint(1, self.names.last_tx)
+                rng.randint(self.names.first_tx, self.names.last_tx)
                 if kind == "clean"
                 else rng.choice([0, 1, -1, 2**63 - 1, 2**70, rng.randint(1, self.names.last_tx)])
             )
