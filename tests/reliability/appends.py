@@ -51,17 +51,17 @@ def append(tx: Any, key: str, value: int) -> list[int]:
     return values
 
 
-def run(location: str, log: str, process: int, threads: int, transactions: int) -> None:
+def run(location: str, log: str, process: int, threads: int, transactions: range) -> None:
     """In a process of its own: random transactions in so many threads; invocations and outcomes go to the file `log`."""
     layer = livinglayer.open(location)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def say(**event: Any) -> None:
-        os.write(file, (json.dumps(event) + "\n").encode())  # one write: a kill leaves it whole or not there
+        os.write(file, ("\n" + json.dumps(event)).encode())  # a kill may tear a line: the next one begins afresh
 
     def work(thread: int) -> None:
         rng = random.Random()
-        for n in range(transactions):
+        for n in transactions:
             name = f"{process}.{thread}.{n}"
             first = n // USES * ACTIVE
             keys = [
@@ -109,7 +109,10 @@ def history(log: str) -> tuple[list[Txn], list[str]]:
     errors = []
     with open(log) as lines:
         for line in lines:
-            event = json.loads(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # torn by a kill: it never began, or nobody learned its outcome
             if "error" in event:
                 errors.append(f"{event['name']}: {event['error']}")
             else:

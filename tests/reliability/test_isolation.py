@@ -39,12 +39,14 @@ def test_list_append_transactions_are_strictly_serializable(
 ) -> None:
     log, keys = str(tmp_path / "history.jsonl"), appends.lists(transactions)
     appends.define(layer, keys)
-    processes = [start(appends.run, location, log, n, THREADS, transactions) for n in range(PROCESSES)]
+    processes = [start(appends.run, location, log, n, THREADS, range(transactions)) for n in range(PROCESSES)]
     kills = 0
     if request.node.get_closest_marker("torture"):
         # One more writer is killed over and over: what it had under way happened wholly or not at all.
         while any(process.is_alive() for process in processes):
-            victim = start(appends.run, location, log, PROCESSES + kills, 2, transactions)
+            victim = start(
+                appends.run, location, log, PROCESSES + kills, 2, range(random.randrange(transactions), transactions)
+            )
             victim.join(random.uniform(0.2, 1.0))
             victim.kill()
             victim.join()
