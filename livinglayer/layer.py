@@ -58,10 +58,12 @@ def open(location: str | os.PathLike[str], create: bool = False, token: str | No
 def restore(source: str | os.PathLike[str], location: str | os.PathLike[str]) -> Layer:
     """Make a layer from a backup, on either engine; refuses to overwrite one."""
     settings = Settings()
+    kept = open(source)  # whoever restores holds a token of the layer
+    token = os.environ.get("LAYER_TOKEN") or _stored_token(kept.id)
+    kept.close()
     target = engine_for(location, settings)
-    layer_id = load_backup(engine_for(source, settings), target)
+    load_backup(engine_for(source, settings), target)
     target.close()
-    token = os.environ.get("LAYER_TOKEN") or _stored_token(layer_id)
     return open(location, token=token)
 
 
@@ -108,7 +110,8 @@ class Writes:
     ) -> int:  # fmt: skip
         """Set fields of a row and return the tx, which is the row's new version."""
         request = ("update", entity, id, dict(values) if isinstance(values, Mapping) else values, expect)
-        return int(self._single(principal, branch, reason, cause, key, seen, request, lambda tx: tx.update(entity, id, values, expect)))
+        ahead = self._ledger.ahead(entity, id) if branch == "main" else None
+        return int(self._single(principal, branch, reason, cause, key, seen, request, lambda tx: tx.update(entity, id, values, expect), ahead))
 
     def delete(
         self, entity: str, id: int, *, expect: int | None = None, branch: str = "main", reason: str | None = None, cause: str | None = None,
@@ -124,7 +127,7 @@ class Writes:
         """Update the row with these values in the fields `on`, or add one; returns its id."""
         return int(self._whole(principal, branch, reason, cause, key, seen, ("upsert", entity, dict(values), list(on)), lambda tx: tx.upsert(entity, values, on)))
 
-    def _single(self, principal: str | None, branch: str, reason: Any, cause: Any, key: Any, seen: Seen, request: Any, act: Any) -> Any:
+    def _single(self, principal: str | None, branch: str, reason: Any, cause: Any, key: Any, seen: Seen, request: Any, act: Any, ahead: Any = None) -> Any:
         """One row, checked before it is written, so that it can share a commit with others."""
         execution = self._execution(principal)
 
@@ -136,7 +139,7 @@ class Writes:
             tx.finish(result)
             return result
 
-        return self._ledger.submit(run)
+        return self._ledger.submit(run, ahead)
 
     def _whole(self, principal: str | None, branch: str, reason: Any, cause: Any, key: Any, seen: Seen, request: Any, act: Any) -> Any:
         """Several rows: a commit of their own, rolled back whole."""
@@ -421,6 +424,8 @@ class Layer(Writes):
         """The open conflicts."""
         with self.engine.reading() as session:
             self._mine(session).require("merge", "branch:main")
+            if branch is not None:
+                self._catalog.branch(session, branch)
         return branches.conflicts(self._catalog, self._ledger, branch)
 
     def resolve(self, conflict: int | Mapping[str, Any], value: Any = None, *, take: str | None = None, reason: str | None = None, principal: str | None = None) -> None:

@@ -13,7 +13,7 @@ from .engine import Session
 from .ledger import MAIN_CHAIN, Tx
 from .permissions import ACTIONS, WRITES, Decision, Grant, Policy
 from .predicates import compile_predicate, parse
-from .schema import MAIN, SYSTEM, Schema
+from .schema import MAIN, OWNER, OWNER_PERMISSION, SYSTEM, Schema
 from .tables import Table
 from .views import Level
 
@@ -83,6 +83,8 @@ def grant(
         elif resource != "*":
             raise Invalid(f"{resource!r} has no rows that a predicate could be about")
     number = _find(tx, subject)
+    if number == OWNER and effect == "deny":
+        raise Denied("the owner can't be denied anything: nobody could give it back")
     if number is None:  # granting to an unknown name makes it known, not yet confirmed
         number = _create(tx, subject, kind="pending")
     source = None
@@ -134,6 +136,8 @@ def revoke(tx: Tx, number: int) -> None:
     rows = tx.work.catalog.rows(tx.session, PERMISSION, tx.chain, "where x.id = ?", (number,))
     if not rows:
         raise NotFound(f"there is no permission {number}")
+    if number == OWNER_PERMISSION:
+        raise Denied("the owner's own permission can't be revoked: nobody could give it back")
     if not tx.policy.sovereign() and rows[0]["granted_by"] != tx.execution.principal:
         raise Denied(f"{tx.policy.me['name']} may not revoke permission {number}: it did not grant it")
     tx.erase(PERMISSION, number)

@@ -9,7 +9,7 @@ from ..errors import Conflict, Corrupt, NotFound
 from ..settings import Settings
 from .blobs import referenced
 from .catalog import Catalog
-from .engine import LEDGER, Engine, Session, marks, writing
+from .engine import LEDGER, Engine, Session, marks, making
 from .evolve import ensure_indexes
 from .genesis import identify
 from .ledger import MAIN_CHAIN
@@ -78,7 +78,7 @@ def _copy_blobs(source: Engine, target: Engine, digests: list[str]) -> None:
 def transfer(source: Engine, session: Session, target: Engine) -> None:
     """Copy every table from one engine to another, values in stored form."""
     target.create()
-    with writing(target) as into:
+    with making(target) as into:
         for sql in target.ledger_tables():
             into.run(sql)
         for name, (columns, _, _) in LEDGER.items():

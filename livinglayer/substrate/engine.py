@@ -56,11 +56,14 @@ FACTS = ("ledger_execution", "ledger_outcome", "ledger_step", "ledger_box", "led
 class Session(Protocol):
     """Statements in one transaction. SQL is written with ? for parameters; values are in stored form."""
 
+    clock: tuple[Any, ...] | None  # of a write transaction: the row it locked
+
     def all(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]: ...
     def one(self, sql: str, params: Sequence[Any] = ()) -> tuple[Any, ...] | None: ...
     def run(self, sql: str, params: Sequence[Any] = ()) -> None: ...
     def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None: ...
     def stream(self, sql: str, params: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]: ...
+    def forget(self, store: str, number: int) -> None: ...
 
 
 class Engine(Protocol):
@@ -69,10 +72,13 @@ class Engine(Protocol):
     dialect: Literal["sqlite", "postgres"]
     location: str
 
-    def begin(self) -> Session:
-        """Start the one write transaction; waits for another writer, then raises Unavailable."""
+    def begin(self, reads: Sequence[tuple[str, tuple[Any, ...]]] = (), new: bool = False) -> Session:
+        """Start the one write transaction and lock the clock (a `new` layer has none yet); `reads` will be asked for.
 
-    def commit(self) -> None: ...
+        Waits for another writer, then raises Unavailable.
+        """
+
+    def commit(self, session: Session) -> None: ...
     def rollback(self) -> None: ...
 
     def reading(self) -> AbstractContextManager[Session]:
@@ -119,12 +125,12 @@ def marks(count: int) -> str:
 
 
 @contextmanager
-def writing(engine: Engine) -> Iterator[Session]:
-    """One write transaction: committed at the end, rolled back by an exception."""
-    session = engine.begin()
+def making(engine: Engine) -> Iterator[Session]:
+    """The transaction that makes a layer: committed at the end, rolled back by an exception."""
+    session = engine.begin(new=True)
     try:
         yield session
-        engine.commit()
+        engine.commit(session)
     except BaseException:
         engine.rollback()
         raise

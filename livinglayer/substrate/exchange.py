@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import Invalid, NotFound, Unavailable
 from .schema import Entity, Field
-
-if TYPE_CHECKING:
-    from ..layer import Layer
 
 FORMATS = ("jsonl", "csv", "parquet")
 ROWS = 1 << 60
@@ -27,7 +24,7 @@ def _format(path: Path, given: str | None) -> str:
     return found
 
 
-def export(layer: Layer, entity: str, path: Path, format: str | None, branch: str, as_of: Any, principal: str | None) -> int:
+def export(layer: Any, entity: str, path: Path, format: str | None, branch: str, as_of: Any, principal: str | None) -> int:
     """Write the rows a principal may read, in the order of their ids."""
     chosen = _format(path, format)
     found = layer.schema(branch, as_of).get(entity)
@@ -68,7 +65,7 @@ def _cell(value: Any) -> str:
     return _plain(value) if isinstance(value, date | datetime | Decimal) else str(value)
 
 
-def load(layer: Layer, entity: str, path: Path, format: str | None, branch: str, reason: str | None, principal: str | None) -> int:
+def load(layer: Any, entity: str, path: Path, format: str | None, branch: str, reason: str | None, principal: str | None) -> int:
     """Add every row of a file as one tx; the file's ids are not taken over."""
     chosen = _format(path, format)
     found = layer.schema(branch).get(entity)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import Corrupt, Incompatible
 from .chain import GENESIS, clock_seal
-from .engine import Engine, Session, writing
+from .engine import Engine, Session, making
 from .evolve import ensure_indexes
 from .ledger import Ledger, Work, now
 from .schema import FIRST_ID, FORMAT, MAIN, OWNER, OWNER_PERMISSION, SYSTEM, system_rows
@@ -28,7 +28,7 @@ def new_id() -> str:
 
 def begin(engine: Engine, ledger: Ledger, layer_id: str, owner_token: str) -> None:
     """Make the tables and the rows every layer begins with, in one transaction."""
-    with writing(engine) as session:
+    with making(engine) as session:
         for sql in engine.ledger_tables():
             session.run(sql)
         for entity in SYSTEM.entities:
@@ -40,6 +40,7 @@ def begin(engine: Engine, ledger: Ledger, layer_id: str, owner_token: str) -> No
             session.run(f"insert into {prefix}meta values (?, ?)", (key, value))
         clock = (0, FIRST_ID, 0, at, GENESIS)
         session.run(f"insert into {prefix}ledger_clock values (1, ?, ?, ?, ?, ?, ?)", (*clock[:3], engine.native("datetime", at), GENESIS, clock_seal(*clock)))
+        session.clock = clock
         execution = ledger.open(OWNER, kind="genesis")
         work = Work(ledger, session)
         tx = work.tx(execution, reason=f"layer {layer_id} begins in format {FORMAT}")

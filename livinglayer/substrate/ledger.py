@@ -34,6 +34,9 @@ GOVERNING = frozenset({"entity", "field", "permission", "principal", "membership
 VERBS = {"entity": "define", "field": "alter", "branch": "fork", "permission": "grant", "principal": "principal", "membership": "principal", "conflict": "resolve"}
 
 
+OVER = "select 1 from {}ledger_outcome where execution = ?"
+
+
 def now() -> str:
     return datetime_text(datetime.now(UTC))
 
@@ -99,8 +102,7 @@ class Work:
     def __init__(self, ledger: Ledger, session: Session) -> None:
         self.ledger, self.session = ledger, session
         self.engine, self.catalog, self.settings = ledger.engine, ledger.catalog, ledger.settings
-        at = self.engine.portable("at", "datetime")
-        row = session.one(f"select tx, next_id, epoch, {at}, hash from {self.engine.schema_prefix}ledger_clock where one = 1{self.engine.for_update}")
+        row = session.clock
         if row is None:
             raise Unavailable("the layer has no clock; it was not made completely", hint="make it anew")
         self.clock = Clock(row[0], row[1], row[2], row[3], bytes(row[4]))
@@ -131,7 +133,7 @@ class Work:
         if not isinstance(execution, Execution) or execution not in self.ledger.executions or not execution.open:
             raise Denied("a mutation happens inside an open execution", hint="open one with layer.execution(...)")
         if execution.id is not None and execution.id not in self.checked:
-            if self.session.one(f"select 1 from {self.engine.schema_prefix}ledger_outcome where execution = ?", (execution.id,)):
+            if self.session.one(OVER.format(self.engine.schema_prefix), (execution.id,)):
                 execution.open = False
                 raise Denied(f"execution {execution.id} is over", hint="open another one")
             self.checked.add(execution.id)
@@ -348,6 +350,8 @@ class Tx:
 
     def _current(self, entity: Entity, table: Table, number: int, action: str) -> Row:
         row = table.get(self.session, self.chain, number)
+        if self.branch == MAIN and self.engine.reads_ahead:
+            self.work.ledger.reads[entity.name] = table._sql["get", MAIN_CHAIN]
         if row is None or not self._in_slice(entity, table, number, row.values):
             raise NotFound(f"there is no {entity.name}/{number}" + ("" if self.branch == MAIN else f" on branch {self.name!r}"))
         return row
@@ -365,6 +369,7 @@ class Tx:
 
     def _write(self, entity: Entity, table: Table, number: int, row: Row | None, values: list[Stored] | None, places: tuple[int, ...]) -> None:
         key = (entity.id, number)
+        self.session.forget(table.store, number)
         before = self.changes.get(key)
         again = row is not None and row.version == self.number
         if values is None and before is not None and before[0] == "i":
@@ -589,6 +594,7 @@ class _Request:
     """One write waiting for the next group."""
 
     act: Callable[[Work], Any]
+    ahead: tuple[str, tuple[Any, ...]] | None  # a row it will read first
     ready: threading.Lock
     done: bool = False
     result: Any = None
@@ -601,6 +607,7 @@ class Ledger:
     def __init__(self, engine: Engine, catalog: Catalog, settings: Settings) -> None:
         self.engine, self.catalog, self.settings = engine, catalog, settings
         self.executions: set[Execution] = set()
+        self.reads: dict[str, str] = {}  # the statement that reads a row of main, by entity
         self._writing = threading.Lock()
         self._mutex = threading.Lock()
         self._queue: list[_Request] = []
@@ -619,7 +626,7 @@ class Ledger:
         try:
             if execution.id is not None:
                 with self.work() as work:
-                    tx = work.tx(execution, reason=None, cause=f"end of execution {execution.id}")
+                    tx = work.tx(execution, reason=f"end of execution {execution.id}")
                     tx.fact("ledger_outcome", execution.id, status, now(), None if result is None else json_text("result", result))
                     tx.finish()
         finally:
@@ -630,11 +637,16 @@ class Ledger:
         """The layer for one writer, until the block ends: committed, or rolled back by an exception."""
         return _Exclusive(self, timeout)
 
-    def submit(self, act: Callable[[Work], Any]) -> Any:
+    def ahead(self, entity: str, number: Any) -> tuple[str, tuple[Any, ...]] | None:
+        """How main's row of an entity was last read: what the next write of one can ask for with its begin."""
+        sql = self.reads.get(entity)
+        return None if sql is None or type(number) is not int else (sql, (number,))
+
+    def submit(self, act: Callable[[Work], Any], ahead: tuple[str, tuple[Any, ...]] | None = None) -> Any:
         """Run one small write; writes that arrive meanwhile share the next commit."""
         ready = threading.Lock()
         ready.acquire()
-        request = _Request(act, ready)
+        request = _Request(act, ahead, ready)
         with self._mutex:
             self._queue.append(request)
             lead = not self._leading
@@ -690,7 +702,7 @@ class Ledger:
                 request.error = request.error or error
 
     def _together(self, batch: list[_Request]) -> None:
-        session = self.engine.begin()
+        session = self.engine.begin([r.ahead for r in batch if r.ahead is not None])
         opened: list[Execution] = []
         try:
             with self.engine.translating():
@@ -705,7 +717,7 @@ class Ledger:
                             raise
                         request.error = error
                 work.finish()
-            self.engine.commit()
+            self.engine.commit(session)
         except BaseException:
             self.engine.rollback()
             for execution in opened:
@@ -748,7 +760,7 @@ class _Exclusive:
                 raise TimedOut(f"the transaction was open longer than {self.timeout} s; nothing was written")
             with ledger.engine.translating():
                 self.work.finish()
-            ledger.engine.commit()
+            ledger.engine.commit(self.work.session)
         except BaseException:
             ledger.engine.rollback()
             for execution in self.work.opened:

@@ -10,7 +10,6 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -29,7 +28,7 @@ from sqlglot import exp
 from ..errors import Conflict, Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
 from .engine import LEDGER, Session
-from .reads import Answer, Source, as_dicts
+from .reads import Answer, Source, as_dicts, distinct
 from .values import INT_MAX, INT_MIN
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ _KIND = {
 _ISO = "'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'"
 STALE = "LL001"
 REPEATED = 10_000
+INSERTED = 50  # rows sent as one statement
 
 
 class Stale(Exception):
@@ -81,6 +81,9 @@ def _ours(error: psycopg.Error) -> LayerError:
     return Unavailable(f"the database refused: {text}")
 
 
+CLOCK = f"select tx, next_id, epoch, to_char(at at time zone 'UTC', {_ISO}), hash from {SCHEMA}.ledger_clock where one = 1 for update"
+
+
 @lru_cache(4096)
 def numbered(sql: str) -> str:
     """? as $1, $2 …"""
@@ -103,19 +106,52 @@ class PostgresSession:
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self.connection = connection
-        self.execute = connection.execute
+        self.ahead: dict[Any, psycopg.RawCursor[Any]] = {}  # rows asked for with the begin, not yet looked at
+        self.clock: tuple[Any, ...] | None = None
+        self._sql = ""
+        self._rows: list[Sequence[Any]] = []  # inserts that wait to be sent as one statement
+
+    def execute(self, sql: str, params: Sequence[Any] = ()) -> Any:
+        if self._rows:
+            self.flush()
+        return self.connection.execute(sql, params)
 
     def all(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         return self.execute(numbered(sql), params).fetchall()
 
     def one(self, sql: str, params: Sequence[Any] = ()) -> tuple[Any, ...] | None:
+        if self.ahead and (cursor := self.ahead.pop((sql, tuple(params)), None)) is not None:
+            return cursor.fetchone()
         return self.execute(numbered(sql), params).fetchone()
 
     def run(self, sql: str, params: Sequence[Any] = ()) -> None:
+        if sql.startswith("insert into"):
+            if sql != self._sql and self._rows:
+                self.flush()
+            self._sql = sql
+            self._rows.append(params)
+            if len(self._rows) >= INSERTED:
+                self.flush()
+            return
         self.execute(numbered(sql), params)
 
     def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        self.connection.cursor().executemany(numbered(sql), rows)
+        for row in rows:
+            self.run(sql, row)
+
+    def flush(self) -> None:
+        rows, self._rows = self._rows, []
+        if len(rows) == INSERTED:
+            head, tuples = self._sql.rsplit(" values ", 1)
+            self.connection.execute(numbered(f"{head} values {', '.join([tuples] * INSERTED)}"), [v for row in rows for v in row])
+            return
+        for row in rows:
+            self.connection.execute(numbered(self._sql), row)
+
+    def forget(self, store: str, number: int) -> None:
+        """A row was written: what was asked for ahead is not so any more."""
+        for key in [k for k in self.ahead if number in k[1] and f".{store} " in k[0]]:
+            del self.ahead[key]
 
     def stream(self, sql: str, params: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         with psycopg.RawServerCursor(self.connection, f"s_{secrets.token_hex(6)}") as cursor:
@@ -131,7 +167,7 @@ class PostgresEngine:
     schema_prefix = f"{SCHEMA}."
     index_prefix = f"{SCHEMA}."
     null_tx = "null::bigint"
-    for_update = " for update"
+    reads_ahead = True
     barrier = ""  # views are made with security_barrier instead
     stale = Stale
 
@@ -204,7 +240,8 @@ class PostgresEngine:
                 with self._lock:
                     self._pool.append(connection)
 
-    def begin(self) -> Session:
+    def begin(self, reads: Sequence[tuple[str, tuple[Any, ...]]] = (), new: bool = False) -> Session:
+        """Start the write transaction, lock the clock and ask for rows that will be needed: one round trip."""
         for attempt in (1, 2):
             if self._writer is None or self._writer.closed or self._writer.broken:
                 self._writer = connect(self._url)
@@ -216,9 +253,12 @@ class PostgresEngine:
                 self._pipeline = self._writer.pipeline()
                 self._pipeline.__enter__()
                 self._writer.execute("begin")
-                if attempt == 1:  # a connection that died while idle is found out here, before anything is lost
-                    self._writer.execute("select 1").fetchone()
-                return PostgresSession(self._writer)
+                session = PostgresSession(self._writer)
+                clock = self._writer.execute("select 1" if new else CLOCK)
+                session.ahead = {(sql, params): self._writer.execute(numbered(sql), params) for sql, params in reads}
+                # A connection that died while idle is found out here, before anything is lost.
+                session.clock = clock.fetchone()
+                return session
             except psycopg.Error as error:
                 self._drop_writer()
                 if attempt == 2:
@@ -239,9 +279,11 @@ class PostgresEngine:
                 self._writer.close()
         self._writer = None
 
-    def commit(self) -> None:
+    def commit(self, session: Session) -> None:
         assert self._writer is not None
         try:
+            if session._rows:
+                session.flush()
             self._writer.execute("commit")
             self._leave()
             if self._writer.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
@@ -402,12 +444,12 @@ class PostgresEngine:
     # Readers
 
     def short(self) -> str:
-        """A few letters of the layer's id: roles are shared by all databases of a server."""
+        """A prefix of this layer in this database: roles are shared by all databases of a server."""
         if self._short is None:
             with self._borrowed() as connection:
-                row = connection.execute(f"select value from {SCHEMA}.meta where key = 'layer'").fetchone()
+                row = connection.execute(f"select value || current_database() from {SCHEMA}.meta where key = 'layer'").fetchone()
             assert row is not None
-            self._short = f"ll_{row[0][:10]}"
+            self._short = f"ll_{sha256(row[0].encode()).hexdigest()[:12]}"
         return self._short
 
     def role(self, principal: int) -> tuple[str, str]:
@@ -679,7 +721,7 @@ class Reader:
             raise Invalid("a query is a SELECT")
         if len(rows) > limit:
             raise LimitExceeded(f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit=")
-        return [c.name for c in cursor.description], [], rows
+        return distinct([c.name for c in cursor.description]), [], rows
 
     def inside(self, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
         """On the writer's connection, within its transaction: as the role, then as the owner again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import struct
@@ -31,6 +32,7 @@ from .values import decoder, parameter, text
 from .views import Chain, base_sql, governed_sql, history_names, history_sql
 
 SUFFIX = "__history"
+logging.getLogger("sqlglot").setLevel(logging.CRITICAL)  # what it thinks of a caller's text is not for our log
 NAMED = ("principal", "reason", "execution", "branch")  # of history: who and why, for those who may read tx
 
 
@@ -159,14 +161,27 @@ Answer = tuple[Sequence[str], Sequence[tuple[int, str]], Sequence[tuple[Any, ...
 
 def shaped(sql: str, shape: Sequence[tuple[str, str | None]], source: Source) -> tuple[list[str], list[tuple[int, str]]]:
     """Column names, and which columns are stored in a form that Python has a better one for."""
-    kinds = []
+    kinds: list[tuple[int, str]] = []
     for place, (name, declared) in enumerate(shape):
         kind = DECLARED.get(declared or "") if declared else inferred(sql, name, source)
         if declared in _PLAIN:
             continue
         if kind in _SPECIAL:
             kinds.append((place, kind))
-    return [name for name, _ in shape], kinds
+    return distinct([name for name, _ in shape]), kinds
+
+
+def distinct(names: list[str]) -> list[str]:
+    """Column names of an answer: a second `id` is called id_2, so that a dict loses nothing."""
+    if len(set(names)) == len(names):
+        return names
+    found: dict[str, None] = {}
+    for name in names:
+        n, free = 2, name
+        while free in found:
+            free, n = f"{name}_{n}", n + 1
+        found[free] = None
+    return list(found)
 
 
 def as_dicts(names: Sequence[str], kinds: Sequence[tuple[int, str]], rows: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -186,9 +201,11 @@ def as_dicts(names: Sequence[str], kinds: Sequence[tuple[int, str]], rows: Seque
     return found
 
 
-def check_request(sql: Any, params: Any) -> None:
+def check_request(sql: Any, params: Any, timeout: float, limit: int) -> None:
     """What can't be a query is Invalid before anything looks at it."""
     text("the query", sql, 1 << 20)
+    if timeout <= 0 or limit < 0:
+        raise Invalid("timeout is a positive number of seconds, limit a number of rows")
     if isinstance(params, str | bytes) or not isinstance(params, Mapping | Sequence | None):
         raise Invalid(f"parameters are a dict or a list, not {type(params).__name__}")
     for value in params.values() if isinstance(params, Mapping) else params or ():
@@ -211,7 +228,7 @@ class Reads:
         """Rows of one SELECT as dicts."""
         seconds = self.settings.query_seconds if timeout is None else timeout
         most = self.settings.query_rows if limit is None else limit
-        check_request(sql, params)
+        check_request(sql, params, seconds, most)
         if self.processes is not None and not trusted:
             return self.processes.query(sql, params, branch, as_of, principal, seconds, most)
         return as_dicts(*self.raw(sql, params, branch, as_of, principal, time.monotonic() + seconds, most))

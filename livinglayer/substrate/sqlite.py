@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, localcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +25,7 @@ from ..errors import Corrupt, Invalid, LayerError, LimitExceeded, NotFound, Time
 from ..settings import Settings
 from .engine import LEDGER, LIVE, Session
 from .reads import Answer, Source, as_dicts, shaped
-from .values import convert, decimal_text, parameter
+from .values import DECIMAL_DIGITS, convert, decimal_text, parameter
 
 SCHEMA_FILE = "layer.db"
 _COLUMN = {
@@ -72,7 +72,7 @@ def translated() -> Iterator[None]:
     except apsw.FullError:
         raise Unavailable("the disk is full", hint="free some space; nothing was written, reads go on") from None
     except (apsw.CorruptError, apsw.NotADBError) as error:
-        raise Corrupt(f"the layer's file is damaged: {error}", hint="layer verify says where; restore a backup") from None
+        raise Corrupt(f"the layer's file is damaged: {error}", hint="restore a backup") from None
     except apsw.IOError as error:
         raise Unavailable(f"the layer's file can't be read or written: {error}", hint="is the disk full or gone?") from None
     except (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError) as error:
@@ -94,7 +94,8 @@ class _Sum:
     """sum() that is exact for decimals and otherwise as SQLite's own."""
 
     def __init__(self) -> None:
-        self.count, self.total, self.exact = 0, 0, False
+        self.count: int = 0
+        self.total: Any = 0
 
     def step(self, value: Any) -> None:
         self._add(value, 1)
@@ -107,15 +108,20 @@ class _Sum:
             return
         if isinstance(value, str):
             try:
-                value, self.exact = Decimal(value), True
+                value = Decimal(value)
             except InvalidOperation:
                 value = 0
+            if isinstance(value, Decimal) and (not value.is_finite() or abs(value.adjusted()) > DECIMAL_DIGITS):
+                value = 0  # no decimal of ours; SQLite counts text that is no number as 0 too
+        elif isinstance(value, bytes):
+            value = 0
         if isinstance(value, float) and isinstance(self.total, Decimal):
             self.total = float(self.total)
         elif isinstance(value, Decimal) and isinstance(self.total, float):
             value = float(value)
         self.count += sign
-        self.total += sign * value
+        with localcontext(prec=3 * DECIMAL_DIGITS):  # wide enough for every digit of both
+            self.total += sign * value
 
     def value(self) -> Any:
         if self.count == 0:
@@ -137,7 +143,8 @@ def connect(path: str | Path, settings: Settings, flags: int = apsw.SQLITE_OPEN_
         connection.config(apsw.SQLITE_DBCONFIG_DEFENSIVE, 1)
         connection.create_collation("exact", _exact)
         connection.create_scalar_function("layer_convert", _convert, 3, deterministic=True)
-        connection.execute("pragma cache_size = -16000; pragma temp_store = memory")
+        connection.pragma("cache_size", -16000)
+        connection.pragma("temp_store", 2)
     return connection
 
 
@@ -155,6 +162,7 @@ class SqliteSession:
     def __init__(self, connection: apsw.Connection) -> None:
         self.connection = connection
         self.execute = connection.execute
+        self.clock: tuple[Any, ...] | None = None
 
     def all(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         return self.execute(sql, params).fetchall()
@@ -171,6 +179,9 @@ class SqliteSession:
     def stream(self, sql: str, params: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         return iter(self.execute(sql, params))
 
+    def forget(self, store: str, number: int) -> None:
+        """Nothing is read ahead here."""
+
 
 class Stale(Exception):
     """A view was made before the schema or a policy changed; make it anew."""
@@ -184,7 +195,7 @@ class SqliteEngine:
     dialect: Literal["sqlite"] = "sqlite"
     schema_prefix = "main."
     null_tx = "null"
-    for_update = ""
+    reads_ahead = False
     index_prefix = ""
     barrier = " limit -1"  # keeps SQLite from evaluating a caller's conditions on rows the view hides
 
@@ -219,22 +230,25 @@ class SqliteEngine:
         connection = connect(self.path, self.settings, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
         os.chmod(self.path, 0o600)
         with translated():
-            connection.execute("pragma auto_vacuum = none; pragma journal_mode = wal")
+            connection.pragma("journal_mode", "wal")
         connection.close()
         return True
 
-    def begin(self) -> Session:
+    def begin(self, reads: Sequence[tuple[str, tuple[Any, ...]]] = (), new: bool = False) -> Session:
         if self._writer is None:
             self._writer = connect(self.path, self.settings)
             with translated():
-                self._writer.execute("pragma synchronous = full; pragma wal_autocheckpoint = 2000; pragma journal_size_limit = 67108864")
+                for name, value in (("synchronous", 2), ("wal_autocheckpoint", 2000), ("journal_size_limit", 64 << 20)):
+                    self._writer.pragma(name, value)
             self._session = SqliteSession(self._writer)
+        assert self._session is not None
         with translated():
             self._writer.execute("begin immediate")
-        assert self._session is not None
+            if not new:
+                self._session.clock = self._session.one("select tx, next_id, epoch, at, hash from ledger_clock where one = 1")
         return self._session
 
-    def commit(self) -> None:
+    def commit(self, session: Session) -> None:
         assert self._writer is not None
         with translated():
             self._writer.execute("commit")
@@ -384,7 +398,7 @@ class SqliteEngine:
 
     def statements(self, session: Session) -> dict[str, str]:
         """What makes the tables, indexes and triggers as they are now, by name."""
-        return {name: sql for name, sql in session.all("select name, sql from sqlite_schema where sql is not null order by name")}
+        return dict(session.all("select name, sql from sqlite_schema where sql is not null order by name"))
 
     # Blobs
 
@@ -491,7 +505,7 @@ class Reader:
         return self.guarding and time.monotonic() > self.deadline
 
     def _trace(self, cursor: apsw.Cursor, sql: str, bindings: Any) -> bool:
-        if not self.guarding:
+        if not self.guarding or not cursor.has_vdbe:  # a comment is no statement
             return True
         self.statements += 1
         if self.statements > 1:
@@ -608,7 +622,7 @@ class Reader:
             except apsw.ReadOnlyError:
                 raise Invalid("a query can't change anything", hint="write with insert, update and delete") from None
             except (apsw.BindingsError, TypeError, KeyError) as error:
-                raise Invalid(f"the parameters do not fit the statement: {error}") from None
+                raise Invalid(f"the parameters do not fit the statement: {str(error).splitlines()[0]}", hint="parameters are named, as in :name, and given in a dict") from None
             except (apsw.BusyError, apsw.LockedError, apsw.FullError, apsw.CorruptError, apsw.NotADBError, apsw.IOError, apsw.CantOpenError, apsw.NoMemError):
                 with translated():
                     raise
