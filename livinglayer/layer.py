@@ -288,7 +288,7 @@ class Layer(Writes):
 
     def _name_of(self, number: int) -> str:
         with self.engine.reading() as session:
-            return str(self._catalog.principal(session, number)["name"])
+            return str(self._catalog.principal_by_id(session, number)["name"])
 
     def _acting(self, principal: str | None) -> int:
         """The id of who acts: this handle's principal, or another it may impersonate."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ..errors import Conflict, Invalid, NotFound
@@ -100,18 +101,28 @@ def diff(catalog: Catalog, session: Session, version: Any, branch: Branch, polic
     before = _side(catalog, session, catalog.chain(session, branch, branch.base_own), version)
     after = _side(catalog, session, catalog.chain(session, branch), version)
     found = []
-    for number, row_id in _changed(catalog, session, branch.id, branch.base_own):
+    for number, group in groupby(_changed(catalog, session, branch.id, branch.base_own), key=lambda c: c[0]):
         entity = after.schema.by_id.get(number) or before.schema.by_id.get(number)
         if entity is None:
             continue
+        ids = [row_id for _, row_id in group]
         table = catalog.table(session, entity.store, version)
-        old, new = table.get(session, before.chain, row_id), table.get(session, after.chain, row_id)
+        olds, news = table.get_many(session, before.chain, ids), table.get_many(session, after.chain, ids)
+        found += _differences(table, entity, before.schema.by_id.get(number), ids, olds, news, policy, after.schema, branch.name)
+    return found
+
+
+def _differences(
+    table: Table, entity: Entity, past: Entity | None, ids: Sequence[int], olds: Mapping[int, Row], news: Mapping[int, Row], policy: Policy, schema: Schema, branch: str
+) -> list[dict[str, Any]]:
+    found = []
+    for row_id in ids:
+        old, new = olds.get(row_id), news.get(row_id)
         if old is None and new is None:
             continue
-        one = _difference(table, entity, before.schema.by_id.get(number), row_id, old, new)
-        if one is None or not _readable(one, policy, after.schema, entity, branch.name, table, row_id, old, new):
-            continue
-        found.append(one)
+        one = _difference(table, entity, past, row_id, old, new)
+        if one is not None and _readable(one, policy, schema, entity, branch, table, row_id, old, new):
+            found.append(one)
     return found
 
 
@@ -205,8 +216,7 @@ def _apply(work: Work, tx: Tx, branch: Branch, plan: _Plan, resolutions: dict[An
     changed = _changed(work, session, branch.id, branch.base_own)
     first = [SYSTEM.by_name[n].id for n in SCHEMA_ENTITIES]
     schema_rows = [c for c in changed if c[0] in first]
-    for number, row_id in schema_rows:
-        _merge_row(work, tx, number, row_id, base, ours, theirs, plan, resolutions)
+    _merge_rows(work, tx, schema_rows, base, ours, theirs, plan, resolutions)
     if schema_rows and not plan.conflicts:
         work.changed_governing(tx.number)
         _retarget(tx, base.schema, theirs.schema)
@@ -214,9 +224,7 @@ def _apply(work: Work, tx: Tx, branch: Branch, plan: _Plan, resolutions: dict[An
             for entity in tx.schema.entities:
                 if not entity.system:
                     ensure_indexes(work.engine, work.session, entity)
-    for number, row_id in changed:
-        if number not in first:
-            _merge_row(work, tx, number, row_id, base, ours, theirs, plan, resolutions)
+    _merge_rows(work, tx, [c for c in changed if c[0] not in first], base, ours, theirs, plan, resolutions)
     for entity, row_id in plan.removed:  # what still refers to a removed row, as in a delete
         for other, f in tx.schema.referring.get(entity.name, ()):
             for child in tx._all_having(other, f, row_id):
@@ -242,19 +250,47 @@ def _retarget(tx: Tx, *before: Schema) -> None:
                 tx.record(SYSTEM.by_name["field"], {"target": moved[f.target]}, f.id)
 
 
-def _merge_row(work: Work, tx: Tx, number: int, row_id: int, base: _Side, ours: _Side, theirs: _Side, plan: _Plan, resolutions: dict[Any, dict[str, Any]]) -> None:
+def _merge_rows(work: Work, tx: Tx, changed: Sequence[tuple[int, int]], base: _Side, ours: _Side, theirs: _Side, plan: _Plan, resolutions: dict[Any, dict[str, Any]]) -> None:
+    """Decide rows, entity by entity; each side of them is read with a few statements."""
+    for number, group in groupby(changed, key=lambda c: c[0]):
+        known = ours.schema.by_id.get(number)
+        if known is None:
+            continue  # the branch dropped the entity after it changed the rows
+        entity = tx.schema.by_id.get(number)
+        ids = [row_id for _, row_id in group]
+        table = work.table(entity or known)
+        past = [side.schema.by_id.get(number) for side in (base, ours, theirs)]
+        rows = [table.get_many(work.session, side.chain, ids) for side in (base, ours, theirs)]
+        alike = entity is not None and entity.name != "field" and all(p is not None and p.fields == entity.fields for p in past)
+        for row_id in ids:
+            three = [side.get(row_id) for side in rows]
+            if three[0] is None and three[1] is None:
+                continue
+            if not (alike and entity is not None and _take_plain(tx, entity, table, row_id, three, plan)):
+                _merge_row(work, tx, entity, known, table, row_id, three, past, plan, resolutions)
+
+
+def _take_plain(tx: Tx, entity: Entity, table: Table, row_id: int, rows: Sequence[Row | None], plan: _Plan) -> bool:
+    """The common case: only the branch changed the row, and all sides have the same fields. False when it is not that."""
+    b, o, t = rows
+    if o is None or (b is None) != (t is None) or (b is not None and t is not None and b.values != t.values):
+        return False
+    if t is None:
+        places = tuple(i for i, v in enumerate(o.values) if v is not None)
+    else:
+        places = tuple(i for i, (v, w) in enumerate(zip(o.values, t.values, strict=True)) if v != w)
+        if not places:
+            return True
+    at = {table.index[f.store]: f for f in entity.fields}
+    fields = {at[i].name: (None if t is None else decode(at[i].type, t.values[i]), decode(at[i].type, o.values[i])) for i in places if i in at}
+    tx.overwrite(entity, table, row_id, t, o.values, places, set(fields), merging=True)
+    plan.changes.append({"entity": entity.name, "id": row_id, "op": "insert" if t is None else "update", "fields": fields})
+    return True
+
+
+def _merge_row(work: Work, tx: Tx, entity: Entity | None, known: Entity, table: Table, row_id: int, rows: Sequence[Row | None], past: Sequence[Entity | None], plan: _Plan,
+               resolutions: dict[Any, dict[str, Any]]) -> None:  # fmt: skip
     """Decide one row: take, leave, mix by field, or note a conflict."""
-    if ours.schema.by_id.get(number) is None:
-        return  # the branch dropped the entity after it changed the row
-    entity = tx.schema.by_id.get(number)
-    known = entity or ours.schema.by_id.get(number) or base.schema.by_id.get(number)
-    if known is None:
-        return
-    table = work.table(known)
-    rows = [table.get(work.session, side.chain, row_id) for side in (base, ours, theirs)]
-    if rows[0] is None and rows[1] is None:
-        return
-    past = [side.schema.by_id.get(number) for side in (base, ours, theirs)]
 
     def states(fields: Entity) -> list[dict[str, Stored] | None]:
         found: list[dict[str, Stored] | None] = []
@@ -269,7 +305,7 @@ def _merge_row(work: Work, tx: Tx, number: int, row_id: int, base: _Side, ours: 
             found.append(one)
         return found
 
-    b, o, t = states(known)
+    b, o, t = states(entity or known)
     if _equal(o, b) or (_equal(o, t) and entity is not None):
         return
     if entity is None:  # the target dropped the entity whose rows the branch changed

@@ -36,6 +36,10 @@ class Branch:
     status: str
 
 
+def no_branch(name: str) -> NotFound:
+    return NotFound(f"there is no branch {name!r}", hint="layer branches lists them")
+
+
 class Catalog:
     """Caches keyed by the epoch: the last tx that changed a schema or a policy anywhere."""
 
@@ -63,7 +67,7 @@ class Catalog:
         text("the name of a branch", name, 1000)
         found = self._branches(session, "name", name)
         if not found:
-            raise NotFound(f"there is no branch {name!r}", hint="layer branches lists them")
+            raise no_branch(name)
         if open_only and found[0].status != "open":
             raise Invalid(f"branch {name!r} is {found[0].status}", hint="fork it anew to go on")
         return found[0]
@@ -156,16 +160,17 @@ class Catalog:
             found = self._cached(key, lambda: load_policy(self, session, principal, as_of))
         return found
 
-    def principal(self, session: Session, who: str | int) -> dict[str, Any]:
-        """A principal's row by name or id, or NotFound."""
+    def principal(self, session: Session, name: str) -> dict[str, Any]:
+        """A principal's row by its name, or NotFound."""
+        text("the name of a principal", name, 1000)
         entity = SYSTEM.by_name["principal"]
-        if not isinstance(who, int):
-            text("the name of a principal", who, 1000)
-        column = "id" if isinstance(who, int) else entity.by_name["name"].store
-        rows = self.rows(session, entity, (Level(MAIN),), f"where x.{column} = ?", (who,))
+        rows = self.rows(session, entity, (Level(MAIN),), f"where x.{entity.by_name['name'].store} = ?", (name,))
         if not rows:
-            raise NotFound(f"there is no principal {who!r}")
+            raise NotFound(f"there is no principal {name!r}")
         return rows[0]
+
+    def principal_by_id(self, session: Session, number: int) -> dict[str, Any]:
+        return self.rows(session, SYSTEM.by_name["principal"], (Level(MAIN),), "where x.id = ?", (number,))[0]
 
     # Time
 

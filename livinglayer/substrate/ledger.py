@@ -285,13 +285,8 @@ class Tx:
             values[table.index[f.store]] = value
             if f.type == "state" and not merging and value is not None and value != f.options["initial"]:
                 raise Invalid(f"{entity.name}.{f.name}: a new row begins as {f.options['initial']!r}, not {value!r}")
-        if merging:
-            self._complete(entity, table, values)
         number = self.work.new_id() if number is None else number
-        names = set(stored)
-        self._authorize("insert", entity, table, number, None, values, frozenset(names))
-        self._constrain(entity, table, number, values, names)
-        self._write(entity, table, number, None, values, ())
+        self.overwrite(entity, table, number, None, values, (), set(stored), merging)
         return number
 
     def change(self, entity: Entity, number: int, stored: Mapping[str, Stored], expect: int | None = None, merging: bool = False) -> None:
@@ -309,11 +304,15 @@ class Tx:
                     allowed = ", ".join(f.options["transitions"].get(before, ())) or "nothing"
                     raise Invalid(f"{entity.name}.{name} can't go from {before!r} to {value!r}", hint=f"from {before!r} it can go to {allowed}")
             places += table.set(f, values, value)
+        self.overwrite(entity, table, number, row, values, tuple(sorted(set(places))), set(stored), merging)
+
+    def overwrite(self, entity: Entity, table: Table, number: int, row: Row | None, values: list[Stored], places: tuple[int, ...], names: set[str], merging: bool) -> None:
+        """Put a whole row in the place of `row` (None: there was none), if everything allows it."""
         if merging:
             self._complete(entity, table, values)
-        self._authorize("update", entity, table, number, row, values, frozenset(stored))
-        self._constrain(entity, table, number, values, set(stored))
-        self._write(entity, table, number, row, values, tuple(sorted(set(places))))
+        self._authorize("insert" if row is None else "update", entity, table, number, row, values, frozenset(names))
+        self._constrain(entity, table, number, values, names)
+        self._write(entity, table, number, row, values, places)
 
     def remove(self, entity: Entity, number: int, expect: int | None = None, cascading: bool = False) -> None:
         table = self.work.table(entity)

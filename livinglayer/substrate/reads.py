@@ -23,7 +23,7 @@ from sqlglot import exp
 from .. import errors
 from ..errors import Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
-from .catalog import Branch, Catalog
+from .catalog import Branch, Catalog, no_branch
 from .engine import Engine, Session
 from .permissions import Policy
 from .predicates import Me, Predicate
@@ -32,6 +32,7 @@ from .values import decoder, parameter, text
 from .views import Chain, base_sql, governed_sql, history_names, history_sql
 
 SUFFIX = "__history"
+LONGEST = 86_400
 logging.getLogger("sqlglot").setLevel(logging.CRITICAL)  # what it thinks of a caller's text is not for our log
 NAMED = ("principal", "reason", "execution", "branch")  # of history: who and why, for those who may read tx
 
@@ -204,8 +205,9 @@ def as_dicts(names: Sequence[str], kinds: Sequence[tuple[int, str]], rows: Seque
 def check_request(sql: Any, params: Any, timeout: float, limit: int) -> None:
     """What can't be a query is Invalid before anything looks at it."""
     text("the query", sql, 1 << 20)
-    if timeout <= 0 or limit < 0:
-        raise Invalid("timeout is a positive number of seconds, limit a number of rows")
+    number = isinstance(timeout, int | float) and isinstance(limit, int) and not isinstance(limit, bool)
+    if not number or not 0 < timeout <= LONGEST or limit < 0:
+        raise Invalid(f"timeout is a number of seconds up to {LONGEST}, limit a number of rows")
     if isinstance(params, str | bytes) or not isinstance(params, Mapping | Sequence | None):
         raise Invalid(f"parameters are a dict or a list, not {type(params).__name__}")
     for value in params.values() if isinstance(params, Mapping) else params or ():
@@ -235,6 +237,9 @@ class Reads:
 
     def raw(self, sql: str, params: Any, branch: str, as_of: int | datetime | None, principal: int, deadline: float, most: int) -> Answer:
         """The answer of one SELECT, values as the engine gives them."""
+        text("the name of a branch", branch, 1000)
+        if isinstance(as_of, bool) or not isinstance(as_of, int | datetime | None):
+            raise Invalid(f"as_of is a tx number or an aware datetime, not {as_of!r}")
         key = (branch, as_of, principal)
         for _ in range(20):
             reader, used = self._take(key)
@@ -275,6 +280,8 @@ class Reads:
             last, epoch = clock(self.engine, session)
             moment = None if as_of is None else self.catalog.moment(session, as_of, last)
             policy = self.catalog.policy(session, principal, epoch)
+            if branch != "main" and not any(g.effect == "allow" and g.action in ("read", "*") and g.branch in (None, branch) for g in policy.grants):
+                raise no_branch(branch)  # what may not be read is not there
             source = Source(self.catalog, session, self.catalog.branch(session, branch), moment, policy, epoch)
         return self.engine.reader(source), False
 
@@ -284,10 +291,10 @@ class Reads:
             if keep:
                 self._idle.setdefault(key, []).append(reader)
             while sum(map(len, self._idle.values())) > 12:
-                old = next(iter(self._idle))
+                old = next(k for k, idle in self._idle.items() if idle)
                 dropped.append(self._idle[old].pop(0))
-                if not self._idle[old]:
-                    del self._idle[old]
+            for empty in [k for k, idle in self._idle.items() if not idle]:
+                del self._idle[empty]
         for each in dropped:
             each.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import re
 import secrets
 import threading
 import time
@@ -44,6 +45,7 @@ FUNCTIONS = frozenset(
     power printf quote radians random rank replace round row_number rtrim sign sin sqrt strftime string_agg substr
     substring sum tan time timediff total trim trunc typeof unhex unicode unixepoch upper -> ->>""".split()
 )
+_CTE = re.compile(r"""(\w+)["`\]]?\s*(?:\([^()]*\)\s*)?as\s*(?:not\s+)?(?:materialized\s*)?\(""")
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 _LIMITS = {
     apsw.SQLITE_LIMIT_LENGTH: 32 << 20, apsw.SQLITE_LIMIT_SQL_LENGTH: 100_000, apsw.SQLITE_LIMIT_EXPR_DEPTH: 300,
@@ -470,6 +472,7 @@ class Reader:
         self.base: set[str] = set()
         self.governed: set[str] = set()
         self.guarding, self.statements, self.deadline, self.text = False, 0, 0.0, ""
+        self.denied: str | None = None  # the table a statement reached for
         self.exact_sum = False
         self.shapes: dict[str, tuple[list[str], list[tuple[int, str]]]] = {}  # columns of statements that ran before
         self.tables = {name.lower() for (name,) in connection.execute("select name from main.sqlite_schema")}
@@ -534,6 +537,8 @@ class Reader:
                 allowed = database is None and bool(second)
             if not second and not allowed:
                 allowed = self._counted((first or "").lower())
+        if not allowed:
+            self.denied = first if op == apsw.SQLITE_READ else None
         return apsw.SQLITE_OK if allowed else apsw.SQLITE_DENY
 
     def _counted(self, name: str) -> bool:
@@ -542,7 +547,10 @@ class Reader:
         A table under our own views does not stand in the statement; what stands in it must be one of the statement's
         own subqueries, or somebody counts past the views.
         """
-        return name in self.public or name not in self.text or not (name in self.tables or name.startswith(("sqlite_", "pragma_")) or name in ("dbstat", "bytecode", "tables_used"))
+        if name in self.public or name not in self.text:
+            return True
+        made = {match.group(1) for match in _CTE.finditer(self.text)}
+        return name in made and name not in self.tables and not name.startswith("sqlite_")
 
     def _relation(self, name: str) -> str:
         """The base view of an entity, made when first needed."""
@@ -580,7 +588,7 @@ class Reader:
         self.deadline = deadline
         if params:
             params = {k: parameter(v) for k, v in params.items()} if isinstance(params, Mapping) else tuple(map(parameter, params))
-        self.guarding, self.text = True, sql.lower()
+        self.guarding, self.text, self.denied = True, sql.lower(), None
         try:
             return self._answer(sql, params, limit)
         finally:
@@ -613,8 +621,8 @@ class Reader:
                 if missing != text and "." not in missing and self.bind(missing.lower()):
                     continue
                 raise self._refusal(text) from None
-            except apsw.AuthError:
-                raise NotFound("the statement reaches for something that is not there", hint="query entities by their names; layer schema lists them") from None
+            except apsw.AuthError as error:
+                raise self._refusal(str(error)) from None
             except apsw.InterruptError:
                 raise TimedOut("the query took too long", hint="ask for less, or give a longer timeout") from None
             except apsw.TooBigError:
@@ -631,10 +639,11 @@ class Reader:
 
     def _refusal(self, text: str) -> LayerError:
         """SQLite's complaint without our inner names."""
+        name = text.removeprefix("no such table: ") if text.startswith("no such table: ") else self.denied
+        if name is not None and self.nonce not in name:
+            return NotFound(f"there is no entity {name.removeprefix('main.').removeprefix('temp.')!r} to read", hint="layer schema lists what there is")
         if self.nonce in text or "prohibited" in text or "not authorized" in text:
             return NotFound("the statement reaches for something that is not there", hint="query entities by their names; layer schema lists them")
-        if text.startswith("no such table"):
-            return NotFound(f"there is no entity {text.removeprefix('no such table: ')!r} to read", hint="layer schema lists what there is")
         return Invalid(f"the query can't be run: {text}")
 
 

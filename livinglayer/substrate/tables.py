@@ -14,6 +14,9 @@ from .values import Stored, convert
 from .views import Chain, arm_count, arms
 
 
+CHUNK = 500  # rows read with one statement
+
+
 @dataclass(slots=True)
 class Row:
     """A stored row: its version and one value for each column of its table."""
@@ -62,6 +65,15 @@ class Table:
                 self._sql[key] = sql
         found = session.one(sql, (number,) * arm_count(chain))
         return None if found is None else Row(found[-1], list(found[1:-1]))
+
+    def get_many(self, session: Session, chain: Chain, numbers: Sequence[int]) -> dict[int, Row]:
+        """Rows by id as a chain sees them; those that are not there are left out."""
+        found: dict[int, Row] = {}
+        for start in range(0, len(numbers), CHUNK):
+            listed = ", ".join(map(str, numbers[start : start + CHUNK]))
+            sql = arms(self.engine, self.store, chain, self.portable, version=True, where=f" and x.id in ({listed})")
+            found.update((row[0], Row(row[-1], list(row[1:-1]))) for row in session.all(sql))
+        return found
 
     # Writing
 
