@@ -41,7 +41,9 @@ def engine_for(location: str | os.PathLike[str], settings: Settings) -> Engine:
 
         return PostgresEngine(text, settings)
     if "://" in text:
-        raise Invalid(f"{text.split('://')[0]!r} is no kind of database a layer lives in", hint="a directory, or postgresql://…")
+        raise Invalid(
+            f"{text.split('://')[0]!r} is no kind of database a layer lives in", hint="a directory, or postgresql://…"
+        )
     path = Path(text)
     return SqliteEngine(path if path.name == ".layer" else path / ".layer", settings)
 
@@ -99,10 +101,28 @@ class Writes:
     ) -> Any:  # fmt: skip
         """Add a row and return its id; a list of rows is one tx and gives a list of ids."""
         if isinstance(values, Mapping):
-            return self._single(principal, branch, reason, cause, key, seen, ("insert", entity, dict(values)), lambda tx: tx.insert(entity, values))
+            return self._single(
+                principal,
+                branch,
+                reason,
+                cause,
+                key,
+                seen,
+                ("insert", entity, dict(values)),
+                lambda tx: tx.insert(entity, values),
+            )
         if isinstance(values, str | bytes) or not isinstance(values, Sequence):
             raise Invalid(f"rows of {entity!r} are a dict or a list of dicts, not {type(values).__name__}")
-        return self._whole(principal, branch, reason, cause, key, seen, ("insert", entity, list(values)), lambda tx: [tx.insert(entity, row) for row in values])
+        return self._whole(
+            principal,
+            branch,
+            reason,
+            cause,
+            key,
+            seen,
+            ("insert", entity, list(values)),
+            lambda tx: [tx.insert(entity, row) for row in values],
+        )
 
     def update(
         self, entity: str, id: int, values: Mapping[str, Any], *, expect: int | None = None, branch: str = "main", reason: str | None = None,
@@ -111,23 +131,68 @@ class Writes:
         """Set fields of a row and return the tx, which is the row's new version."""
         request = ("update", entity, id, dict(values) if isinstance(values, Mapping) else values, expect)
         ahead = self._ledger.ahead(entity, id) if branch == "main" else None
-        return int(self._single(principal, branch, reason, cause, key, seen, request, lambda tx: tx.update(entity, id, values, expect), ahead))
+        return int(
+            self._single(
+                principal,
+                branch,
+                reason,
+                cause,
+                key,
+                seen,
+                request,
+                lambda tx: tx.update(entity, id, values, expect),
+                ahead,
+            )
+        )
 
     def delete(
         self, entity: str, id: int, *, expect: int | None = None, branch: str = "main", reason: str | None = None, cause: str | None = None,
         key: str | None = None, principal: str | None = None, seen: Seen = (),
     ) -> int:  # fmt: skip
         """Remove a row, and what cascades from it; its history stays. Returns the tx."""
-        return int(self._whole(principal, branch, reason, cause, key, seen, ("delete", entity, id, expect), lambda tx: tx.delete(entity, id, expect)))
+        return int(
+            self._whole(
+                principal,
+                branch,
+                reason,
+                cause,
+                key,
+                seen,
+                ("delete", entity, id, expect),
+                lambda tx: tx.delete(entity, id, expect),
+            )
+        )
 
     def upsert(
         self, entity: str, values: Mapping[str, Any], *, on: Sequence[str], branch: str = "main", reason: str | None = None, cause: str | None = None,
         key: str | None = None, principal: str | None = None, seen: Seen = (),
     ) -> int:  # fmt: skip
         """Update the row with these values in the fields `on`, or add one; returns its id."""
-        return int(self._whole(principal, branch, reason, cause, key, seen, ("upsert", entity, dict(values), list(on)), lambda tx: tx.upsert(entity, values, on)))
+        return int(
+            self._whole(
+                principal,
+                branch,
+                reason,
+                cause,
+                key,
+                seen,
+                ("upsert", entity, dict(values), list(on)),
+                lambda tx: tx.upsert(entity, values, on),
+            )
+        )
 
-    def _single(self, principal: str | None, branch: str, reason: Any, cause: Any, key: Any, seen: Seen, request: Any, act: Any, ahead: Any = None) -> Any:
+    def _single(
+        self,
+        principal: str | None,
+        branch: str,
+        reason: Any,
+        cause: Any,
+        key: Any,
+        seen: Seen,
+        request: Any,
+        act: Any,
+        ahead: Any = None,
+    ) -> Any:
         """One row, checked before it is written, so that it can share a commit with others."""
         execution = self._execution(principal)
 
@@ -141,7 +206,9 @@ class Writes:
 
         return self._ledger.submit(run, ahead)
 
-    def _whole(self, principal: str | None, branch: str, reason: Any, cause: Any, key: Any, seen: Seen, request: Any, act: Any) -> Any:
+    def _whole(
+        self, principal: str | None, branch: str, reason: Any, cause: Any, key: Any, seen: Seen, request: Any, act: Any
+    ) -> Any:
         """Several rows: a commit of their own, rolled back whole."""
         execution = self._execution(principal)
         with self._ledger.work() as work:
@@ -154,7 +221,14 @@ class Writes:
 
     @contextmanager
     def transaction(
-        self, reason: str | None = None, branch: str = "main", principal: str | None = None, *, cause: str | None = None, seen: Seen = (), timeout: float = 60.0
+        self,
+        reason: str | None = None,
+        branch: str = "main",
+        principal: str | None = None,
+        *,
+        cause: str | None = None,
+        seen: Seen = (),
+        timeout: float = 60.0,
     ) -> Iterator[Transaction]:
         """Many changes as one tx: all or nothing. Others wait to write meanwhile; reads inside see its own writes."""
         execution = self._execution(principal)
@@ -202,12 +276,16 @@ class Transaction:
         """Update or add a row."""
         return self._check().upsert(entity, values, on)
 
-    def query(self, sql: str, params: Any = None, timeout: float | None = None, limit: int | None = None) -> list[dict[str, Any]]:
+    def query(
+        self, sql: str, params: Any = None, timeout: float | None = None, limit: int | None = None
+    ) -> list[dict[str, Any]]:
         """Rows of one SELECT, as this transaction sees them."""
         tx = self._check()
         settings = self._writes._ledger.settings
         seconds = min(settings.query_seconds if timeout is None else timeout, self._deadline - time.monotonic())
-        return tx.engine.inside(tx, sql, params, time.monotonic() + seconds, settings.query_rows if limit is None else limit)
+        return tx.engine.inside(
+            tx, sql, params, time.monotonic() + seconds, settings.query_rows if limit is None else limit
+        )
 
     def close(self) -> None:
         self._open = False
@@ -230,7 +308,12 @@ class Scoped(Writes):
 
     def query(self, sql: str, params: Any = None, **more: Any) -> list[dict[str, Any]]:
         """Rows of one SELECT, as this execution's principal may see them."""
-        return self._layer.query(sql, params, **{"branch": self.execution.scope.branch or "main", **more}, principal=self._layer._name_of(self.execution.principal))
+        return self._layer.query(
+            sql,
+            params,
+            **{"branch": self.execution.scope.branch or "main", **more},
+            principal=self._layer._name_of(self.execution.principal),
+        )
 
 
 class Layer(Writes):
@@ -247,7 +330,10 @@ class Layer(Writes):
         try:
             if not engine.exists():
                 if not create:
-                    raise NotFound(f"there is no layer at {engine.location}", hint="layer init makes one; in Python, open(…, create=True)")
+                    raise NotFound(
+                        f"there is no layer at {engine.location}",
+                        hint="layer init makes one; in Python, open(…, create=True)",
+                    )
                 engine.create()
             self.id = self._begin(create)
             self._me = self._authenticate(token or os.environ.get("LAYER_TOKEN") or _stored_token(self.id))
@@ -259,7 +345,10 @@ class Layer(Writes):
     def _begin(self, create: bool) -> str:
         if not engine_has_layer(self.engine):
             if not create:
-                raise NotFound(f"there is no layer at {self.engine.location}", hint="layer init makes one; in Python, open(…, create=True)")
+                raise NotFound(
+                    f"there is no layer at {self.engine.location}",
+                    hint="layer init makes one; in Python, open(…, create=True)",
+                )
             with self.engine.starting():
                 if not engine_has_layer(self.engine):
                     token, layer_id = genesis.token(), genesis.new_id()
@@ -270,11 +359,15 @@ class Layer(Writes):
 
     def _authenticate(self, token: str | None) -> int:
         if token is None:
-            raise Unauthenticated("there is no token for this layer", hint=f"put it into LAYER_TOKEN or {_token_path(self.id)}")
+            raise Unauthenticated(
+                "there is no token for this layer", hint=f"put it into LAYER_TOKEN or {_token_path(self.id)}"
+            )
         hashed = genesis.token_hash(token)
         principal = SYSTEM.by_name["principal"]
         with self.engine.reading() as session:
-            rows = self._catalog.rows(session, principal, authority.MAIN_CHAIN, f"where x.{principal.by_name['token'].store} = ?", (hashed,))
+            rows = self._catalog.rows(
+                session, principal, authority.MAIN_CHAIN, f"where x.{principal.by_name['token'].store} = ?", (hashed,)
+            )
         if not rows or not secrets.compare_digest(rows[0]["token"], hashed):
             raise Unauthenticated("the token is nobody's here")
         return int(rows[0]["id"])
@@ -320,7 +413,13 @@ class Layer(Writes):
         return found
 
     @contextmanager
-    def execution(self, scope: Mapping[str, Any] | None = None, principal: str | None = None, reason: str | None = None, kind: str = "program") -> Iterator[Scoped]:
+    def execution(
+        self,
+        scope: Mapping[str, Any] | None = None,
+        principal: str | None = None,
+        reason: str | None = None,
+        kind: str = "program",
+    ) -> Iterator[Scoped]:
         """An execution with a scope of its own: what it writes outside of it is refused, and afterwards everything."""
         opened = self._ledger.open(self._acting(principal), scope if scope is not None else {}, kind, reason)
         status = "done"
@@ -356,7 +455,9 @@ class Layer(Writes):
         with self.engine.reading() as session:
             last, epoch = clock(self.engine, session)
             moment = None if as_of is None else self._catalog.moment(session, as_of, last)
-            return self._catalog.schema(session, self._catalog.chain(session, self._catalog.branch(session, branch), moment), epoch)
+            return self._catalog.schema(
+                session, self._catalog.chain(session, self._catalog.branch(session, branch), moment), epoch
+            )
 
     # Schema
 
@@ -387,20 +488,33 @@ class Layer(Writes):
         with self._tx(principal, branch, reason or f"alter {entity}") as tx:
             evolve.alter(tx, entity, add or {}, rename or {}, retype or {}, drop, change or {}, name, description)
 
-    def backfill(self, entity: str, field: str, *, branch: str = "main", reason: str | None = None, principal: str | None = None) -> dict[str, int]:
+    def backfill(
+        self, entity: str, field: str, *, branch: str = "main", reason: str | None = None, principal: str | None = None
+    ) -> dict[str, int]:
         """Finish a retype: convert the rows that still hold the old type; says how many, and how many could not be."""
         with self._tx(principal, branch, reason or f"backfill {entity}.{field}") as tx:
             done, lost = evolve.backfill(tx, entity, field)
         return {"converted": done - lost, "lost": lost}
 
-    def drop(self, entity: str, *, branch: str = "main", reason: str | None = None, principal: str | None = None) -> None:
+    def drop(
+        self, entity: str, *, branch: str = "main", reason: str | None = None, principal: str | None = None
+    ) -> None:
         """Take an entity out of the schema; its history stays."""
         with self._tx(principal, branch, reason or f"drop {entity}") as tx:
             evolve.drop(tx, entity)
 
     # Branches
 
-    def fork(self, name: str, source: str = "main", slice: Mapping[str, str | None] | None = None, as_of: Moment = None, *, reason: str | None = None, principal: str | None = None) -> int:
+    def fork(
+        self,
+        name: str,
+        source: str = "main",
+        slice: Mapping[str, str | None] | None = None,
+        as_of: Moment = None,
+        *,
+        reason: str | None = None,
+        principal: str | None = None,
+    ) -> int:
         """A new branch of everything, or of a slice; costs one row."""
         return branches.fork(self._ledger, self._execution(principal), name, source, slice, as_of, reason)
 
@@ -410,13 +524,26 @@ class Layer(Writes):
         with self.engine.reading() as session:
             epoch = clock(self.engine, session)[1]
             found = self._catalog.branch(session, branch)
-            if target is not None and (found.parent is None or self._catalog.branch_by_id(session, found.parent).name != target):
-                raise Invalid(f"{target!r} is not the parent of {branch!r}", hint="a branch is compared with the one it was forked from")
+            if target is not None and (
+                found.parent is None or self._catalog.branch_by_id(session, found.parent).name != target
+            ):
+                raise Invalid(
+                    f"{target!r} is not the parent of {branch!r}",
+                    hint="a branch is compared with the one it was forked from",
+                )
             if found.parent is None:
                 return []
             return branches.diff(self._catalog, session, epoch, found, self._catalog.policy(session, number, epoch))
 
-    def merge(self, branch: str, target: str | None = None, *, preview: bool = False, reason: str | None = None, principal: str | None = None) -> Merge:
+    def merge(
+        self,
+        branch: str,
+        target: str | None = None,
+        *,
+        preview: bool = False,
+        reason: str | None = None,
+        principal: str | None = None,
+    ) -> Merge:
         """Bring a branch's changes to its parent; with conflicts nothing is applied and they become rows."""
         return branches.merge(self._ledger, self._execution(principal), branch, target, preview, reason)
 
@@ -428,12 +555,22 @@ class Layer(Writes):
                 self._catalog.branch(session, branch)
         return branches.conflicts(self._catalog, self._ledger, branch)
 
-    def resolve(self, conflict: int | Mapping[str, Any], value: Any = None, *, take: str | None = None, reason: str | None = None, principal: str | None = None) -> None:
+    def resolve(
+        self,
+        conflict: int | Mapping[str, Any],
+        value: Any = None,
+        *,
+        take: str | None = None,
+        reason: str | None = None,
+        principal: str | None = None,
+    ) -> None:
         """Say what a conflict's value shall be (or take="ours"|"theirs"); the next merge uses it."""
         if take not in (None, "ours", "theirs"):
             raise Invalid(f"take is ours or theirs, not {take!r}")
         number = conflict["id"] if isinstance(conflict, Mapping) else conflict
-        branches.resolve(self._ledger, self._execution(principal), number, {"take": take} if take else {"value": value}, reason)
+        branches.resolve(
+            self._ledger, self._execution(principal), number, {"take": take} if take else {"value": value}, reason
+        )
 
     def discard(self, branch: str, *, reason: str | None = None, principal: str | None = None) -> None:
         """Close a branch; its name is free again, its history stays."""
@@ -441,7 +578,15 @@ class Layer(Writes):
 
     # Authority
 
-    def principal(self, name: str, kind: str | None = None, attributes: Mapping[str, Any] | None = None, roles: Sequence[str] | None = None, *, on: str = "main") -> int:
+    def principal(
+        self,
+        name: str,
+        kind: str | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        roles: Sequence[str] | None = None,
+        *,
+        on: str = "main",
+    ) -> int:
         """Make a principal, or change what is given of it; returns its id."""
         with self._tx(None, on, f"principal {name}") as tx:
             return authority.principal(tx, name, kind, attributes, roles)
@@ -460,14 +605,18 @@ class Layer(Writes):
     ) -> int:  # fmt: skip
         """Allow (or deny) an action; returns the permission's id. Only main's permissions decide; `on` writes it elsewhere."""
         with self._tx(by, on, reason or f"grant {action} on {resource} to {principal}") as tx:
-            return authority.grant(tx, principal, action, resource, where, fields, branch, effect, reason, valid_from, valid_to, delegable)
+            return authority.grant(
+                tx, principal, action, resource, where, fields, branch, effect, reason, valid_from, valid_to, delegable
+            )
 
     def revoke(self, permission: int, *, reason: str | None = None, on: str = "main", by: str | None = None) -> None:
         """Take a permission back, and what was delegated from it."""
         with self._tx(by, on, reason or f"revoke {permission}") as tx:
             authority.revoke(tx, permission)
 
-    def can(self, principal: str, action: str, resource: str, *, branch: str = "main", as_of: Moment = None) -> Decision:
+    def can(
+        self, principal: str, action: str, resource: str, *, branch: str = "main", as_of: Moment = None
+    ) -> Decision:
         """Whether a principal may do something, with the permission rows that decide: now, or as they were."""
         with self.engine.reading() as session:
             last, epoch = clock(self.engine, session)
@@ -489,11 +638,29 @@ class Layer(Writes):
         """A copy as it is now, while others write: a directory that is itself an embedded layer."""
         return make_backup(self.engine, Path(destination), self.settings)
 
-    def export(self, entity: str, path: str | os.PathLike[str], format: str | None = None, *, branch: str = "main", as_of: Moment = None, principal: str | None = None) -> int:
+    def export(
+        self,
+        entity: str,
+        path: str | os.PathLike[str],
+        format: str | None = None,
+        *,
+        branch: str = "main",
+        as_of: Moment = None,
+        principal: str | None = None,
+    ) -> int:
         """Write an entity's rows to a file (jsonl, csv, parquet); returns how many."""
         return exchange.export(self, entity, Path(path), format, branch, as_of, principal)
 
-    def import_(self, entity: str, path: str | os.PathLike[str], format: str | None = None, *, branch: str = "main", reason: str | None = None, principal: str | None = None) -> int:
+    def import_(
+        self,
+        entity: str,
+        path: str | os.PathLike[str],
+        format: str | None = None,
+        *,
+        branch: str = "main",
+        reason: str | None = None,
+        principal: str | None = None,
+    ) -> int:
         """Add rows from a file, as one tx; returns how many."""
         return exchange.load(self, entity, Path(path), format, branch, reason, principal)
 

@@ -14,7 +14,6 @@ from .ledger import MAIN_CHAIN, Tx
 from .permissions import ACTIONS, WRITES, Decision, Grant, Policy
 from .predicates import compile_predicate, parse
 from .schema import MAIN, OWNER, OWNER_PERMISSION, SYSTEM, Schema
-from .tables import Table
 from .views import Level
 
 PRINCIPAL, MEMBERSHIP, PERMISSION = (SYSTEM.by_name[n] for n in ("principal", "membership", "permission"))
@@ -22,11 +21,20 @@ NAMES = re.compile(r"[^\s\x00-\x1f/:]{1,200}")
 PREFIXES = ("branch:", "function:", "box:", "verb:", "projection:", "contract:", "secret:", "principal:")
 
 
-def principal(tx: Tx, name: str, kind: str | None, attributes: Mapping[str, Any] | None, roles: Sequence[str] | None, token: str | None = None) -> int:
+def principal(
+    tx: Tx,
+    name: str,
+    kind: str | None,
+    attributes: Mapping[str, Any] | None,
+    roles: Sequence[str] | None,
+    token: str | None = None,
+) -> int:
     """Make a principal, or change what is given of it."""
     _may(tx, "principal")
     number = _find(tx, name)
-    values: dict[str, Any] = {k: v for k, v in (("kind", kind), ("attributes", attributes), ("token", token)) if v is not None}
+    values: dict[str, Any] = {
+        k: v for k, v in (("kind", kind), ("attributes", attributes), ("token", token)) if v is not None
+    }
     if number is None:
         number = _create(tx, name, **{"kind": "human", **values})
     elif values:
@@ -57,12 +65,14 @@ def _hold(tx: Tx, member: int, roles: Sequence[str]) -> None:
     for role in [roles] if isinstance(roles, str) else roles:
         found = _find(tx, role)
         wanted.add(_create(tx, role, kind="role") if found is None else found)
-    rows = tx.work.catalog.rows(tx.session, MEMBERSHIP, tx.chain, f"where x.{MEMBERSHIP.by_name['member'].store} = ?", (member,))
+    rows = tx.work.catalog.rows(
+        tx.session, MEMBERSHIP, tx.chain, f"where x.{MEMBERSHIP.by_name['member'].store} = ?", (member,)
+    )
     for row in rows:
         if row["role"] not in wanted:
             tx.erase(MEMBERSHIP, row["id"])
-    for role in sorted(wanted - {row["role"] for row in rows}):
-        tx.record(MEMBERSHIP, {"member": member, "role": role})
+    for number in sorted(wanted - {row["role"] for row in rows}):
+        tx.record(MEMBERSHIP, {"member": member, "role": number})
 
 
 def grant(
@@ -110,11 +120,22 @@ def _resource(schema: Schema, resource: str, fields: Sequence[str] | None) -> tu
         fields = [label, *(fields or ())]
     entity = schema.get(name)
     if fields is not None:
-        fields = [f.name for f in (entity.get(n) for n in ([fields] if isinstance(fields, str) else fields) if n != "id")]
+        fields = [
+            f.name for f in (entity.get(n) for n in ([fields] if isinstance(fields, str) else fields) if n != "id")
+        ]
     return name, None if fields is None else list(fields)
 
 
-def _delegated(policy: Policy, action: str, resource: str, fields: Sequence[str] | None, branch: str | None, effect: str, start: datetime | None, end: datetime | None) -> int:
+def _delegated(
+    policy: Policy,
+    action: str,
+    resource: str,
+    fields: Sequence[str] | None,
+    branch: str | None,
+    effect: str,
+    start: datetime | None,
+    end: datetime | None,
+) -> int:
     """The delegable grant this one lies within; its conditions go on holding, whatever the new one says."""
     for held in policy.grants:
         inside = (
@@ -128,7 +149,10 @@ def _delegated(policy: Policy, action: str, resource: str, fields: Sequence[str]
         )  # fmt: skip
         if inside:
             return held.id
-    raise Denied(f"{policy.me['name']} may not grant {action} on {resource}: it holds nothing that wide to pass on", hint="a grant can be passed on when it is delegable, and only narrower")
+    raise Denied(
+        f"{policy.me['name']} may not grant {action} on {resource}: it holds nothing that wide to pass on",
+        hint="a grant can be passed on when it is delegable, and only narrower",
+    )
 
 
 def revoke(tx: Tx, number: int) -> None:
@@ -143,7 +167,16 @@ def revoke(tx: Tx, number: int) -> None:
     tx.erase(PERMISSION, number)
 
 
-def can(catalog: Catalog, session: Session, epoch: int, policy: Policy, action: str, resource: str, branch: str, as_of: int | None) -> Decision:
+def can(
+    catalog: Catalog,
+    session: Session,
+    epoch: int,
+    policy: Policy,
+    action: str,
+    resource: str,
+    branch: str,
+    as_of: int | None,
+) -> Decision:
     """Whether a principal may do something, and the permission rows that decide it."""
     if action not in ACTIONS:
         raise Invalid(f"there is no action {action!r}", hint=", ".join(ACTIONS))
@@ -174,7 +207,9 @@ def can(catalog: Catalog, session: Session, epoch: int, policy: Policy, action: 
             return None if at is None else found.named(target, at.values, number)
 
         why = rules.refusal(fields, table.named(entity, row.values, int(row_id)), follow)
-        return _decision(catalog, session, policy, why is None, [g for g, _ in (*rules.denies, *rules.allows)], as_of, why)
+        return _decision(
+            catalog, session, policy, why is None, [g for g, _ in (*rules.denies, *rules.allows)], as_of, why
+        )
     denies = [g for g, where in rules.denies if not where and (g.fields is None or g.fields & fields)]
     allows = [g for g, _ in rules.allows if not fields or g.fields is None or fields <= g.fields]
     if denies:
@@ -182,13 +217,25 @@ def can(catalog: Catalog, session: Session, epoch: int, policy: Policy, action: 
     return _decision(catalog, session, policy, bool(allows), allows, as_of)
 
 
-def _decision(catalog: Catalog, session: Session, policy: Policy, allowed: bool, grants: Sequence[Grant], as_of: int | None, why: str | None = None) -> Decision:
+def _decision(
+    catalog: Catalog,
+    session: Session,
+    policy: Policy,
+    allowed: bool,
+    grants: Sequence[Grant],
+    as_of: int | None,
+    why: str | None = None,
+) -> Decision:
     rows = []
     for number in dict.fromkeys(g.id for g in grants):
         rows += catalog.rows(session, PERMISSION, (Level(MAIN, as_of),), "where x.id = ?", (number,))
     conditions = [text for g in grants for text, _ in g.where]
     if why is None and allowed:
-        why = "where " + " or ".join(dict.fromkeys(conditions)) if conditions and all(g.where for g in grants) else "allowed"
+        why = (
+            "where " + " or ".join(dict.fromkeys(conditions))
+            if conditions and all(g.where for g in grants)
+            else "allowed"
+        )
     elif why is None:
         why = "a permission denies it" if rows else "no permission allows it"
     return Decision(allowed, [{k: v for k, v in row.items() if k != "_tx"} for row in rows], why)

@@ -9,7 +9,7 @@ from ..errors import Conflict, Corrupt, NotFound
 from ..settings import Settings
 from .blobs import referenced
 from .catalog import Catalog
-from .engine import LEDGER, Engine, Session, marks, making
+from .engine import LEDGER, Engine, Session, making, marks
 from .evolve import ensure_indexes
 from .genesis import identify
 from .ledger import MAIN_CHAIN
@@ -98,7 +98,9 @@ def transfer(source: Engine, session: Session, target: Engine) -> None:
                 ensure_indexes(target, into, entity)
 
 
-def _copy(source: Engine, session: Session, target: Engine, into: Session, table: str, columns: list[tuple[str, str]]) -> None:
+def _copy(
+    source: Engine, session: Session, target: Engine, into: Session, table: str, columns: list[tuple[str, str]]
+) -> None:
     shown = ", ".join(source.portable(name, kind) for name, kind in columns)
     names = ", ".join(name for name, _ in columns)
     sql = f"insert into {target.schema_prefix}{table}({names}) values ({marks(len(columns))})"

@@ -23,12 +23,16 @@ def referenced(catalog: Catalog, session: Session) -> Iterator[str]:
         for number, store in session.all(f"select id, {entity.by_name['store'].store} from {at}{entity.store}{suffix}"):
             if store is not None:
                 stores[number] = store
-        for number, store in session.all(f"select {columns['entity']}, {columns['store']} from {at}{field.store}{suffix} where {columns['type']} = 'file'"):
+        for number, store in session.all(
+            f"select {columns['entity']}, {columns['store']} from {at}{field.store}{suffix} where {columns['type']} = 'file'"
+        ):
             files.add((number, store))
     seen: set[str] = set()
     for number, column in sorted(files):
         for suffix in ("", "__h", "__d"):
-            for (digest,) in session.all(f"select distinct {column} from {at}{stores[number]}{suffix} where {column} is not null"):
+            for (digest,) in session.all(
+                f"select distinct {column} from {at}{stores[number]}{suffix} where {column} is not null"
+            ):
                 if digest not in seen:
                     seen.add(digest)
                     yield digest

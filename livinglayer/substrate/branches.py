@@ -37,7 +37,15 @@ class Merge:
         return self.applied
 
 
-def fork(ledger: Ledger, execution: Execution, name: str, source: str, slice: Mapping[str, str | None] | None, as_of: Any, reason: str | None) -> int:
+def fork(
+    ledger: Ledger,
+    execution: Execution,
+    name: str,
+    source: str,
+    slice: Mapping[str, str | None] | None,
+    as_of: Any,
+    reason: str | None,
+) -> int:
     """A new branch that begins as `source` is (or was); costs one row."""
     check_name(name, "a branch")
     with ledger.work() as work:
@@ -52,7 +60,21 @@ def fork(ledger: Ledger, execution: Execution, name: str, source: str, slice: Ma
             schema = work.catalog.schema(work.session, chain, work.version)
             _check_slice(schema, slice)
         tx = work.tx(execution, reason=reason or f"fork {name} from {source}")
-        number = tx.record(SYSTEM.by_name["branch"], tx._encoded(SYSTEM.by_name["branch"], {"name": name, "parent": parent.id, "fork_tx": at, "base_own": at, "base_parent": at, "slice": slice, "status": "open"}))
+        number = tx.record(
+            SYSTEM.by_name["branch"],
+            tx._encoded(
+                SYSTEM.by_name["branch"],
+                {
+                    "name": name,
+                    "parent": parent.id,
+                    "fork_tx": at,
+                    "base_own": at,
+                    "base_parent": at,
+                    "slice": slice,
+                    "status": "open",
+                },
+            ),
+        )
         tx.finish()
         return number
 
@@ -92,7 +114,10 @@ class _Side:
 
 def _changed(work_or: Any, session: Session, branch: int, since: int) -> list[tuple[int, int]]:
     at = work_or.engine.schema_prefix
-    rows = session.all(f"select distinct entity, id from {at}ledger_change where branch = ? and tx > ? order by entity, id", (branch, since))
+    rows = session.all(
+        f"select distinct entity, id from {at}ledger_change where branch = ? and tx > ? order by entity, id",
+        (branch, since),
+    )
     return [(row[0], row[1]) for row in rows]
 
 
@@ -108,12 +133,22 @@ def diff(catalog: Catalog, session: Session, version: Any, branch: Branch, polic
         ids = [row_id for _, row_id in group]
         table = catalog.table(session, entity.store, version)
         olds, news = table.get_many(session, before.chain, ids), table.get_many(session, after.chain, ids)
-        found += _differences(table, entity, before.schema.by_id.get(number), ids, olds, news, policy, after.schema, branch.name)
+        found += _differences(
+            table, entity, before.schema.by_id.get(number), ids, olds, news, policy, after.schema, branch.name
+        )
     return found
 
 
 def _differences(
-    table: Table, entity: Entity, past: Entity | None, ids: Sequence[int], olds: Mapping[int, Row], news: Mapping[int, Row], policy: Policy, schema: Schema, branch: str
+    table: Table,
+    entity: Entity,
+    past: Entity | None,
+    ids: Sequence[int],
+    olds: Mapping[int, Row],
+    news: Mapping[int, Row],
+    policy: Policy,
+    schema: Schema,
+    branch: str,
 ) -> list[dict[str, Any]]:
     found = []
     for row_id in ids:
@@ -130,7 +165,9 @@ def _side(catalog: Catalog, session: Session, chain: Chain, version: Any) -> _Si
     return _Side(chain, catalog.schema(session, chain, version))
 
 
-def _difference(table: Table, entity: Entity, past: Entity | None, row_id: int, old: Row | None, new: Row | None) -> dict[str, Any] | None:
+def _difference(
+    table: Table, entity: Entity, past: Entity | None, row_id: int, old: Row | None, new: Row | None
+) -> dict[str, Any] | None:
     fields: dict[str, tuple[Any, Any]] = {}
     for f in entity.fields:
         g = past.by_id.get(f.id) if past else None
@@ -144,7 +181,17 @@ def _difference(table: Table, entity: Entity, past: Entity | None, row_id: int, 
     return {"entity": entity.name, "id": row_id, "op": op, "fields": fields}
 
 
-def _readable(one: dict[str, Any], policy: Policy, schema: Schema, entity: Entity, branch: str, table: Table, row_id: int, old: Row | None, new: Row | None) -> bool:
+def _readable(
+    one: dict[str, Any],
+    policy: Policy,
+    schema: Schema,
+    entity: Entity,
+    branch: str,
+    table: Table,
+    row_id: int,
+    old: Row | None,
+    new: Row | None,
+) -> bool:
     """Whether a principal may see a difference; takes out the fields it may not."""
     rules = policy.rules("read", schema, entity, branch)
     if rules.everything:
@@ -172,7 +219,9 @@ class _Plan:
     used: list[int] = field(default_factory=list)
 
 
-def merge(ledger: Ledger, execution: Execution, name: str, target: str | None, preview: bool, reason: str | None) -> Merge:
+def merge(
+    ledger: Ledger, execution: Execution, name: str, target: str | None, preview: bool, reason: str | None
+) -> Merge:
     """Bring a branch's changes to its parent, field by field; with conflicts nothing is applied and they become rows."""
     plan = _Plan()
     number: int | None = None
@@ -186,8 +235,15 @@ def merge(ledger: Ledger, execution: Execution, name: str, target: str | None, p
                 raise Invalid(f"branch {name!r} merges into its parent {parent.name!r}, not {target!r}")
             if parent.status != "open":
                 raise Invalid(f"the parent {parent.name!r} is {parent.status}")
-            work.catalog.policy(work.session, execution.principal, work.version).require("merge", f"branch:{parent.name}")
-            tx = work.tx(execution, "main" if parent.id == MAIN else parent, reason=reason or f"merge {name}", merged_from=branch.id)
+            work.catalog.policy(work.session, execution.principal, work.version).require(
+                "merge", f"branch:{parent.name}"
+            )
+            tx = work.tx(
+                execution,
+                "main" if parent.id == MAIN else parent,
+                reason=reason or f"merge {name}",
+                merged_from=branch.id,
+            )
             _apply(work, tx, branch, plan, _resolutions(work, name, parent.name))
             if not plan.conflicts:
                 tx.check()
@@ -233,7 +289,9 @@ def _apply(work: Work, tx: Tx, branch: Branch, plan: _Plan, resolutions: dict[An
                 elif f.on_delete == "null":
                     tx._nullify(other, f, child)
                 else:
-                    raise Conflict(f"{entity.name}/{row_id} was deleted on {branch.name!r} but {other.name}/{child}.{f.name} refers to it")
+                    raise Conflict(
+                        f"{entity.name}/{row_id} was deleted on {branch.name!r} but {other.name}/{child}.{f.name} refers to it"
+                    )
     if schema_rows and not plan.conflicts:  # rows the target had must meet what the branch newly asks of them
         for entity in tx.schema.entities:
             before = theirs.schema.by_id.get(entity.id)
@@ -243,14 +301,28 @@ def _apply(work: Work, tx: Tx, branch: Branch, plan: _Plan, resolutions: dict[An
 
 def _retarget(tx: Tx, *before: Schema) -> None:
     """References to an entity that one side renamed follow it."""
-    moved = {e.name: tx.schema.by_id[e.id].name for schema in before for e in schema.entities if e.id in tx.schema.by_id and tx.schema.by_id[e.id].name != e.name}
+    moved = {
+        e.name: tx.schema.by_id[e.id].name
+        for schema in before
+        for e in schema.entities
+        if e.id in tx.schema.by_id and tx.schema.by_id[e.id].name != e.name
+    }
     for entity in tx.schema.entities:
         for f in entity.references:
             if f.target not in tx.schema.by_name and f.target in moved:
                 tx.record(SYSTEM.by_name["field"], {"target": moved[f.target]}, f.id)
 
 
-def _merge_rows(work: Work, tx: Tx, changed: Sequence[tuple[int, int]], base: _Side, ours: _Side, theirs: _Side, plan: _Plan, resolutions: dict[Any, dict[str, Any]]) -> None:
+def _merge_rows(
+    work: Work,
+    tx: Tx,
+    changed: Sequence[tuple[int, int]],
+    base: _Side,
+    ours: _Side,
+    theirs: _Side,
+    plan: _Plan,
+    resolutions: dict[Any, dict[str, Any]],
+) -> None:
     """Decide rows, entity by entity; each side of them is read with a few statements."""
     for number, group in groupby(changed, key=lambda c: c[0]):
         known = ours.schema.by_id.get(number)
@@ -261,7 +333,11 @@ def _merge_rows(work: Work, tx: Tx, changed: Sequence[tuple[int, int]], base: _S
         table = work.table(entity or known)
         past = [side.schema.by_id.get(number) for side in (base, ours, theirs)]
         rows = [table.get_many(work.session, side.chain, ids) for side in (base, ours, theirs)]
-        alike = entity is not None and entity.name != "field" and all(p is not None and p.fields == entity.fields for p in past)
+        alike = (
+            entity is not None
+            and entity.name != "field"
+            and all(p is not None and p.fields == entity.fields for p in past)
+        )
         for row_id in ids:
             three = [side.get(row_id) for side in rows]
             if three[0] is None and three[1] is None:
@@ -282,9 +358,15 @@ def _take_plain(tx: Tx, entity: Entity, table: Table, row_id: int, rows: Sequenc
         if not places:
             return True
     at = {table.index[f.store]: f for f in entity.fields}
-    fields = {at[i].name: (None if t is None else decode(at[i].type, t.values[i]), decode(at[i].type, o.values[i])) for i in places if i in at}
+    fields = {
+        at[i].name: (None if t is None else decode(at[i].type, t.values[i]), decode(at[i].type, o.values[i]))
+        for i in places
+        if i in at
+    }
     tx.overwrite(entity, table, row_id, t, o.values, places, set(fields), merging=True)
-    plan.changes.append({"entity": entity.name, "id": row_id, "op": "insert" if t is None else "update", "fields": fields})
+    plan.changes.append(
+        {"entity": entity.name, "id": row_id, "op": "insert" if t is None else "update", "fields": fields}
+    )
     return True
 
 
@@ -331,7 +413,9 @@ def _merge_row(work: Work, tx: Tx, entity: Entity | None, known: Entity, table: 
             if "take" in found:
                 wanted[name] = o[name] if found["take"] == "ours" else t[name]
             else:
-                wanted[name] = entity.by_name[name].encode(entity.name, _revive(entity.by_name[name].type, found["value"]), work.settings.value_bytes)
+                wanted[name] = entity.by_name[name].encode(
+                    entity.name, _revive(entity.by_name[name].type, found["value"]), work.settings.value_bytes
+                )
     if not _equal(wanted, t):
         _take(tx, entity, table, row_id, t, wanted, plan)
 
@@ -342,7 +426,15 @@ def _equal(a: Mapping[str, Stored] | None, b: Mapping[str, Stored] | None) -> bo
     return all(same(a[name], b[name]) for name in a)
 
 
-def _take(tx: Tx, entity: Entity, table: Table, row_id: int, now: dict[str, Stored] | None, wanted: dict[str, Stored] | None, plan: _Plan) -> None:
+def _take(
+    tx: Tx,
+    entity: Entity,
+    table: Table,
+    row_id: int,
+    now: dict[str, Stored] | None,
+    wanted: dict[str, Stored] | None,
+    plan: _Plan,
+) -> None:
     if entity.name == "field" and now is not None and wanted is not None and wanted["store"] != now["store"]:
         # Retyped on the branch: rows of the target are still in the column it had.
         if now["was"] is not None:
@@ -356,18 +448,36 @@ def _take(tx: Tx, entity: Entity, table: Table, row_id: int, now: dict[str, Stor
         op, fields = "delete", {f.name: (decode(f.type, (now or {}).get(f.name)), None) for f in entity.fields}
     elif now is None:
         tx.add(entity, {k: v for k, v in wanted.items() if v is not None}, row_id, merging=True)
-        op, fields = "insert", {k: (None, decode(entity.by_name[k].type, v)) for k, v in wanted.items() if v is not None}
+        op, fields = (
+            "insert",
+            {k: (None, decode(entity.by_name[k].type, v)) for k, v in wanted.items() if v is not None},
+        )
     else:
         changed = {k: v for k, v in wanted.items() if not same(v, now[k])}
         tx.change(entity, row_id, changed, merging=True)
-        op, fields = "update", {k: (decode(entity.by_name[k].type, now[k]), decode(entity.by_name[k].type, v)) for k, v in changed.items()}
+        op, fields = (
+            "update",
+            {
+                k: (decode(entity.by_name[k].type, now[k]), decode(entity.by_name[k].type, v))
+                for k, v in changed.items()
+            },
+        )
     plan.changes.append({"entity": entity.name, "id": row_id, "op": op, "fields": fields})
 
 
 # Conflicts
 
 
-def _conflict(plan: _Plan, resolutions: dict[Any, dict[str, Any]], entity: Entity, row_id: int, name: str | None, b: Any, o: Any, t: Any) -> dict[str, Any] | None:
+def _conflict(
+    plan: _Plan,
+    resolutions: dict[Any, dict[str, Any]],
+    entity: Entity,
+    row_id: int,
+    name: str | None,
+    b: Any,
+    o: Any,
+    t: Any,
+) -> dict[str, Any] | None:
     """The resolution of this very conflict; None when it is open, and then it is noted."""
     key = _key(entity.name, row_id, name, b, o, t)
     found = resolutions.get(key)
@@ -396,7 +506,9 @@ def _resolutions(work: Work, name: str, target: str) -> dict[Any, dict[str, Any]
     found = {}
     for row in _open(work, name, target):
         if row["status"] == "resolved":
-            found[_key(row["entity"], row["row_id"], row["field"], row["base"], row["ours"], row["theirs"])] = row["resolution"]
+            found[_key(row["entity"], row["row_id"], row["field"], row["base"], row["ours"], row["theirs"])] = row[
+                "resolution"
+            ]
     return found
 
 
@@ -404,11 +516,24 @@ def _record(ledger: Ledger, execution: Execution, name: str, target: str, found:
     entity = SYSTEM.by_name["conflict"]
     with ledger.work() as work:
         tx = work.tx(execution, reason=f"conflicts of merging {name} into {target}")
-        standing = {_key(r["entity"], r["row_id"], r["field"], r["base"], r["ours"], r["theirs"]): r for r in _open(work, name, target)}
+        standing = {
+            _key(r["entity"], r["row_id"], r["field"], r["base"], r["ours"], r["theirs"]): r
+            for r in _open(work, name, target)
+        }
         for one in found:
             key = _key(one["entity"], one["row"], one["field"], one["base"], one["ours"], one["theirs"])
             if standing.pop(key, None) is None:
-                values = {"branch": name, "target": target, "entity": one["entity"], "row_id": one["row"], "field": one["field"], "base": one["base"], "ours": one["ours"], "theirs": one["theirs"], "status": "open"}
+                values = {
+                    "branch": name,
+                    "target": target,
+                    "entity": one["entity"],
+                    "row_id": one["row"],
+                    "field": one["field"],
+                    "base": one["base"],
+                    "ours": one["ours"],
+                    "theirs": one["theirs"],
+                    "status": "open",
+                }
                 tx.record(entity, tx._encoded(entity, values))
         for row in standing.values():
             if row["status"] == "open":
@@ -420,18 +545,34 @@ def _record(ledger: Ledger, execution: Execution, name: str, target: str, found:
 def conflicts(catalog: Catalog, ledger: Ledger, branch: str | None = None) -> list[dict[str, Any]]:
     """The open conflicts, values as their field's type has them."""
     with ledger.engine.reading() as session:
-        where, params = ("where {status} = 'open' order by x.id", []) if branch is None else ("where {status} = 'open' and {branch} = ? order by x.id", [branch])
+        where, params = (
+            ("where {status} = 'open' order by x.id", [])
+            if branch is None
+            else ("where {status} = 'open' and {branch} = ? order by x.id", [branch])
+        )
         rows = _rows(ledger, session, where, params)
         found = []
         for row in rows:
             f = _conflict_field(catalog, session, clock_epoch(ledger, session), row)
             kind = None if f is None else f[1].type
             shown = {k: _shown(kind, row[k]) for k in ("base", "ours", "theirs")}
-            found.append({"id": row["id"], "branch": row["branch"], "target": row["target"], "entity": row["entity"], "row": row["row_id"], "field": row["field"], **shown})
+            found.append(
+                {
+                    "id": row["id"],
+                    "branch": row["branch"],
+                    "target": row["target"],
+                    "entity": row["entity"],
+                    "row": row["row_id"],
+                    "field": row["field"],
+                    **shown,
+                }
+            )
         return found
 
 
-def _conflict_field(catalog: Catalog, session: Session, version: Any, row: Mapping[str, Any]) -> tuple[Entity, Field] | None:
+def _conflict_field(
+    catalog: Catalog, session: Session, version: Any, row: Mapping[str, Any]
+) -> tuple[Entity, Field] | None:
     """The field a conflict is about, under the name either side has for its entity."""
     for name in (row["target"], row["branch"]):
         try:
@@ -456,10 +597,16 @@ def _shown(kind: str | None, stored: Any) -> Any:
 
 def _revive(kind: str, value: Any) -> Any:
     """A resolution's value: it was stored in portable form inside json."""
-    return decode(kind, value) if kind in ("bool", "json") and isinstance(value, int | str) and not isinstance(value, bool) else value
+    return (
+        decode(kind, value)
+        if kind in ("bool", "json") and isinstance(value, int | str) and not isinstance(value, bool)
+        else value
+    )
 
 
-def _resolved_row(entity: Entity, found: dict[str, Any], o: dict[str, Stored] | None, t: dict[str, Stored] | None, work: Work) -> dict[str, Stored] | None:
+def _resolved_row(
+    entity: Entity, found: dict[str, Any], o: dict[str, Stored] | None, t: dict[str, Stored] | None, work: Work
+) -> dict[str, Stored] | None:
     if "take" in found:
         return o if found["take"] == "ours" else t
     if found["value"] is None:
@@ -469,7 +616,9 @@ def _resolved_row(entity: Entity, found: dict[str, Any], o: dict[str, Stored] | 
     return {**{f.name: None for f in entity.fields}, **(t or o or {}), **given}
 
 
-def resolve(ledger: Ledger, execution: Execution, conflict: int, resolution: dict[str, Any], reason: str | None) -> None:
+def resolve(
+    ledger: Ledger, execution: Execution, conflict: int, resolution: dict[str, Any], reason: str | None
+) -> None:
     """Say what a conflict's value shall be; the next merge takes it."""
     with ledger.work() as work:
         rows = _rows(work, work.session, "where x.id = ?", (conflict,))

@@ -120,16 +120,20 @@ class Catalog:
 
     # Rows and schema
 
-    def rows(self, session: Session, entity: Entity, chain: Chain, where: str = "", params: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+    def rows(
+        self, session: Session, entity: Entity, chain: Chain, where: str = "", params: tuple[Any, ...] = ()
+    ) -> list[dict[str, Any]]:
         """Rows as Python values under field names, with their version in _tx."""
         names = ["id", *(f.name for f in entity.fields), "_tx"]
         columns = [f"{field_sql(self.engine, f, self.engine.portable)} as {f.store}" for f in entity.fields]
         source = arms(self.engine, entity.store, chain, columns, version=True)
         stored = session.all(f"select * from ({source}) x {where}", params)
         kinds = [None, *(f.type for f in entity.fields), None]
-        return [{n: v if k is None else decode(k, v) for n, k, v in zip(names, kinds, row, strict=True)} for row in stored]
+        return [
+            {n: v if k is None else decode(k, v) for n, k, v in zip(names, kinds, row, strict=True)} for row in stored
+        ]
 
-    def schema(self, session: Session, chain: Chain, epoch: int) -> Schema:
+    def schema(self, session: Session, chain: Chain, epoch: Any) -> Schema:
         """The schema as a chain sees it."""
 
         def make() -> Schema:
@@ -139,13 +143,18 @@ class Catalog:
         versions = chain if any(level.cut is not None for level in chain[:1]) else (chain, epoch)
         return self._cached(("schema", versions), make)
 
-    def columns(self, session: Session, store: str, epoch: int) -> list[tuple[str, str]]:
+    def columns(self, session: Session, store: str, epoch: Any) -> list[tuple[str, str]]:
         """Every column of an entity's head table with its stored type, whatever branch it belongs to."""
-        return self._cached(("columns", store, epoch), lambda: [c for c in self.engine.columns(session, store) if c[0] not in ("id", "_tx")])
+        return self._cached(
+            ("columns", store, epoch),
+            lambda: [c for c in self.engine.columns(session, store) if c[0] not in ("id", "_tx")],
+        )
 
     def table(self, session: Session, store: str, epoch: Any) -> Table:
         """The physical side of an entity."""
-        found: Table = self._cached(("table", store, epoch), lambda: Table(self.engine, store, self.columns(session, store, epoch)))
+        found: Table = self._cached(
+            ("table", store, epoch), lambda: Table(self.engine, store, self.columns(session, store, epoch))
+        )
         return found
 
     # Authority

@@ -32,7 +32,9 @@ def image(prefixes: Sequence[str], values: Sequence[Stored]) -> bytes:
 
 def lengthed(values: Iterable[Any]) -> str:
     """Values one after the other, each with its length, so that no two lists read the same."""
-    return "".join(["-;" if v is None else f"{_size(t)}:{t};" for v in values for t in (v if type(v) is str else canonical(v),)])
+    return "".join(
+        ["-;" if v is None else f"{_size(t)}:{t};" for v in values for t in (v if type(v) is str else canonical(v),)]
+    )
 
 
 def facts_digest(facts: Iterable[tuple[str, Sequence[Stored]]]) -> str | None:
@@ -41,7 +43,9 @@ def facts_digest(facts: Iterable[tuple[str, Sequence[Stored]]]) -> str | None:
     return sha256("".join(texts).encode()).hexdigest() if texts else None
 
 
-def tx_hash(before: bytes, own: Sequence[Any], changes: Iterable[tuple[int, int, str, bytes]], facts: str | None) -> bytes:
+def tx_hash(
+    before: bytes, own: Sequence[Any], changes: Iterable[tuple[int, int, str, bytes]], facts: str | None
+) -> bytes:
     """`own`: tx, branch, at, principal, execution, cause, reason, merged_from; changes sorted by entity and id."""
     text = lengthed([*own, facts]) + "".join([lengthed([e, i, op, img.hex()]) for e, i, op, img in changes])
     return sha256(before + text.encode()).digest()

@@ -1,8 +1,10 @@
 """What an engine is: the differences between SQLite and PostgreSQL live behind this, in sqlite.py and postgres.py."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
+
+from ..settings import Settings
 
 LIVE = 2**63 - 1  # tx_to of a version that still holds
 
@@ -50,7 +52,19 @@ LEDGER: dict[str, tuple[list[tuple[str, str]], list[str], list[list[str]]]] = {
     ),
     "ledger_prune": ([("tx", "int"), ("horizon", "int")], ["tx"], []),
 }  # fmt: skip
-FACTS = ("ledger_execution", "ledger_outcome", "ledger_step", "ledger_box", "ledger_snapshot", "ledger_key", "ledger_prune")
+FACTS = (
+    "ledger_execution",
+    "ledger_outcome",
+    "ledger_step",
+    "ledger_box",
+    "ledger_snapshot",
+    "ledger_key",
+    "ledger_prune",
+)
+
+
+class Stale(Exception):
+    """Raised by a reader whose views were made before the last change of schema or policy; make it anew."""
 
 
 class Session(Protocol):
@@ -69,9 +83,41 @@ class Session(Protocol):
 class Engine(Protocol):
     """A database that holds a layer."""
 
-    dialect: Literal["sqlite", "postgres"]
     location: str
+    settings: Settings
 
+    @property
+    def dialect(self) -> Literal["sqlite", "postgres"]: ...
+    @property
+    def schema_prefix(self) -> str:
+        """What stands before a table's name."""
+
+    @property
+    def index_prefix(self) -> str:
+        """What stands before the table's name in CREATE INDEX."""
+
+    @property
+    def null_tx(self) -> str:
+        """A null of a tx's type."""
+
+    @property
+    def barrier(self) -> str:
+        """What ends a view that hides rows, so that no condition is evaluated on them."""
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `begin` can ask for rows in the same round trip."""
+
+    # Connections and transactions
+
+    def exists(self) -> bool: ...
+    def create(self) -> bool:
+        """Make the database if it is not there; False when it was."""
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Keep others from making the same layer at the same time."""
+
+    def has_table(self, session: Session, name: str) -> bool: ...
     def begin(self, reads: Sequence[tuple[str, tuple[Any, ...]]] = (), new: bool = False) -> Session:
         """Start the one write transaction and lock the clock (a `new` layer has none yet); `reads` will be asked for.
 
@@ -80,15 +126,21 @@ class Engine(Protocol):
 
     def commit(self, session: Session) -> None: ...
     def rollback(self) -> None: ...
-
     def reading(self) -> AbstractContextManager[Session]:
         """One consistent snapshot to read internally; no guard, no grants."""
 
-    def create(self) -> bool:
-        """Make the database if it is not there; False when it was."""
+    def translating(self) -> AbstractContextManager[None]:
+        """The engine's errors as ours."""
+
+    def close(self) -> None: ...
+
+    # Types and tables
 
     def column(self, kind: str) -> str:
         """The column type for a field type."""
+
+    def collate(self, kind: str) -> str:
+        """What stands between a column and a comparison, so that equal values compare equal."""
 
     def portable(self, expression: str, kind: str) -> str:
         """SQL that gives a native column in stored form."""
@@ -99,8 +151,12 @@ class Engine(Protocol):
     def shown(self, expression: str, kind: str) -> str:
         """SQL for a column as people's queries see it."""
 
+    def hex(self, expression: str) -> str: ...
     def converted(self, expression: str, old: str, new: str) -> str:
         """SQL that turns a value of one field type into another, null where it can't."""
+
+    def ledger_tables(self) -> list[str]:
+        """Statements that make the tables every layer has."""
 
     def tables(self, store: str, columns: Sequence[tuple[str, str]]) -> list[str]:
         """Statements that make an entity's three tables and triggers."""
@@ -111,13 +167,28 @@ class Engine(Protocol):
     def columns(self, session: Session, table: str) -> list[tuple[str, str]]:
         """The columns of a table with the type in which `portable` gives them."""
 
-    def put_blob(self, digest: str, data: bytes) -> None: ...
-    def get_blob(self, digest: str) -> bytes | None: ...
-    def list_blobs(self) -> Iterator[str]: ...
+    # What verify asks
+
     def check(self) -> list[str]:
         """What the engine itself says is wrong with its files."""
 
-    def close(self) -> None: ...
+    def statements(self, session: Session) -> dict[str, str]:
+        """What makes the tables, indexes and triggers as they are now, by name."""
+
+    def same_statement(self, there: str, wanted: str) -> bool: ...
+    def structure(self, there: Mapping[str, str], store: str, columns: Sequence[tuple[str, str]]) -> Iterator[str]:
+        """What is wrong with how an entity's tables are made."""
+
+    # Content and queries
+
+    def put_blob(self, digest: str, data: bytes) -> None: ...
+    def get_blob(self, digest: str) -> bytes | None: ...
+    def list_blobs(self) -> Iterator[str]: ...
+    def reader(self, source: Any) -> Any:
+        """A guarded connection for the names of a `reads.Source`."""
+
+    def inside(self, tx: Any, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
+        """A guarded query within the write transaction, which sees what it has written."""
 
 
 def marks(count: int) -> str:

@@ -23,7 +23,14 @@ def _authorized(tx: Tx) -> None:
         tx.policy.require("define", "*", tx.name)
 
 
-def define(tx: Tx, name: str, fields: Mapping[str, Any], unique: Sequence[Sequence[str]], description: str | None, annotations: Any) -> int:
+def define(
+    tx: Tx,
+    name: str,
+    fields: Mapping[str, Any],
+    unique: Sequence[Sequence[str]],
+    description: str | None,
+    annotations: Any,
+) -> int:
     """Make an entity, or add to one what it lacks; a field that is there already must be the same."""
     check_entity_name(name)
     _authorized(tx)
@@ -37,7 +44,15 @@ def define(tx: Tx, name: str, fields: Mapping[str, Any], unique: Sequence[Sequen
         store = f"{name[:30]}_{number}"
         for sql in tx.engine.tables(store, []):
             tx.session.run(sql)
-        values = {"name": name, "store": store, "kind": "entity", "system": False, "uniques": None, "description": description, "annotations": annotations}
+        values = {
+            "name": name,
+            "store": store,
+            "kind": "entity",
+            "system": False,
+            "uniques": None,
+            "description": description,
+            "annotations": annotations,
+        }
         tx.record(ENTITY, tx._encoded(ENTITY, values), None, number)
     else:
         number = there.id
@@ -59,7 +74,10 @@ def _same(there: Field, row: Mapping[str, Any]) -> None:
     now = {"type": there.type, "required": there.required, "uniq": there.uniq, "target": there.target}
     for key, value in now.items():
         if row[key] != value:
-            raise Conflict(f"field {there.name!r} is there with {key} {value!r}, not {row[key]!r}", hint="change it with layer.alter(...)")
+            raise Conflict(
+                f"field {there.name!r} is there with {key} {value!r}, not {row[key]!r}",
+                hint="change it with layer.alter(...)",
+            )
 
 
 def _add(tx: Tx, entity: int, rows: Mapping[str, dict[str, Any]]) -> None:
@@ -80,7 +98,13 @@ def _add(tx: Tx, entity: int, rows: Mapping[str, dict[str, Any]]) -> None:
         values = {**row, "entity": entity, "store": column}
         if row["rule"]:
             probe = field_of({**values, "id": number, "options": row["options"] or {}, "was": None})
-            compile_predicate(row["rule"], with_field(tx.schema, found, probe), tx.schema.by_id[entity] if label in found.by_name else with_field(tx.schema, found, probe).by_id[entity])
+            compile_predicate(
+                row["rule"],
+                with_field(tx.schema, found, probe),
+                tx.schema.by_id[entity]
+                if label in found.by_name
+                else with_field(tx.schema, found, probe).by_id[entity],
+            )
         tx.record(FIELD, tx._encoded(FIELD, values), None, number)
 
 
@@ -96,11 +120,13 @@ def new_column(work: Work, store: str, column: str, kind: str) -> None:
 def ensure_indexes(engine: Engine, session: Session, entity: Entity) -> None:
     """Main's head has an index for each field that asks for one, is unique, or refers."""
     at = engine.index_prefix
-    sets = [(f,) for f in entity.fields if f.indexed or f.uniq or f.type == "ref"]
+    sets: list[tuple[Field, ...]] = [(f,) for f in entity.fields if f.indexed or f.uniq or f.type == "ref"]
     sets += [fields for fields in entity.unique_sets if len(fields) > 1]
     for fields in sets:
         label = "_".join(str(f.number) for f in fields)
-        session.run(f"create index if not exists {entity.store}_i_{label} on {at}{entity.store}({', '.join(f.store for f in fields)})")
+        session.run(
+            f"create index if not exists {entity.store}_i_{label} on {at}{entity.store}({', '.join(f.store for f in fields)})"
+        )
 
 
 def _settle(tx: Tx, number: int) -> None:
@@ -139,7 +165,7 @@ def alter(
         check_entity_name(new_name)
         if new_name in tx.schema.by_name:
             raise Conflict(f"there is an entity {new_name!r} already")
-        for other, f in tx.schema.referring.get(name, ()):
+        for _, f in tx.schema.referring.get(name, ()):
             tx.record(FIELD, {"target": new_name}, f.id)
         tx.record(ENTITY, {"name": new_name}, number)
     for f in tx.schema.by_id[number].fields:
@@ -174,16 +200,27 @@ def _retype(tx: Tx, number: int, label: str, spec: Any, limit: int) -> None:
     f = entity.get(label)
     row = field_values(entity.name, label, spec, limit)
     if f.was:
-        raise Conflict(f"{entity.name}.{label} is being retyped already", hint=f"layer.backfill({entity.name!r}, {label!r}) first")
+        raise Conflict(
+            f"{entity.name}.{label} is being retyped already", hint=f"layer.backfill({entity.name!r}, {label!r}) first"
+        )
     if not convertible(f.type, row["type"]):
-        raise Invalid(f"{entity.name}.{label}: {f.type} can't become {row['type']}", hint="add a field and fill it instead")
+        raise Invalid(
+            f"{entity.name}.{label}: {f.type} can't become {row['type']}", hint="add a field and fill it instead"
+        )
     if f.type == row["type"]:
         return
     if any(f in fields for fields in entity.unique_sets):
         raise Invalid(f"{entity.name}.{label} is unique; take that off before retyping it")
     column = f"{label[:30]}_{tx.work.new_id()}"
     new_column(tx.work, entity.store, column, row["type"])
-    values = {"type": row["type"], "store": column, "was": {"store": f.store, "type": f.type}, "options": row["options"], "initial": row["initial"], "target": row["target"]}
+    values = {
+        "type": row["type"],
+        "store": column,
+        "was": {"store": f.store, "type": f.type},
+        "options": row["options"],
+        "initial": row["initial"],
+        "target": row["target"],
+    }
     tx.record(FIELD, tx._encoded(FIELD, values, partial=True), f.id)
 
 
@@ -249,7 +286,12 @@ def backfill(tx: Tx, name: str, label: str) -> tuple[int, int]:
     table = tx.work.table(entity)
     old = table.index[f.was["store"]]
     done = lost = 0
-    ids = [row[0] for row in tx.session.all(arms(tx.engine, entity.store, tx.chain, [], where=f" and x.{f.was['store']} is not null"))]
+    ids = [
+        row[0]
+        for row in tx.session.all(
+            arms(tx.engine, entity.store, tx.chain, [], where=f" and x.{f.was['store']} is not null")
+        )
+    ]
     for number in ids:
         row = table.get(tx.session, tx.chain, number)
         if row is None:

@@ -24,11 +24,20 @@ def _format(path: Path, given: str | None) -> str:
     return found
 
 
-def export(layer: Any, entity: str, path: Path, format: str | None, branch: str, as_of: Any, principal: str | None) -> int:
+def export(
+    layer: Any, entity: str, path: Path, format: str | None, branch: str, as_of: Any, principal: str | None
+) -> int:
     """Write the rows a principal may read, in the order of their ids."""
     chosen = _format(path, format)
     found = layer.schema(branch, as_of).get(entity)
-    rows = layer.query(f"select * from {found.name} order by id", branch=branch, as_of=as_of, principal=principal, limit=ROWS, timeout=3600)
+    rows = layer.query(
+        f"select * from {found.name} order by id",
+        branch=branch,
+        as_of=as_of,
+        principal=principal,
+        limit=ROWS,
+        timeout=3600,
+    )
     names = list(rows[0]) if rows else ["id", *found.by_name]
     try:
         if chosen == "jsonl":
@@ -65,7 +74,9 @@ def _cell(value: Any) -> str:
     return _plain(value) if isinstance(value, date | datetime | Decimal) else str(value)
 
 
-def load(layer: Any, entity: str, path: Path, format: str | None, branch: str, reason: str | None, principal: str | None) -> int:
+def load(
+    layer: Any, entity: str, path: Path, format: str | None, branch: str, reason: str | None, principal: str | None
+) -> int:
     """Add every row of a file as one tx; the file's ids are not taken over."""
     chosen = _format(path, format)
     found = layer.schema(branch).get(entity)
@@ -135,7 +146,9 @@ def _parquet() -> Any:
 
 def _write_parquet(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None:
     arrow = _parquet()
-    table = arrow.table({name: [json.dumps(v) if isinstance(v := row[name], dict | list) else v for row in rows] for name in names})
+    table = arrow.table(
+        {name: [json.dumps(v) if isinstance(v := row[name], dict | list) else v for row in rows] for name in names}
+    )
     arrow.parquet.write_table(table, path)
 
 

@@ -39,7 +39,10 @@ def begin(engine: Engine, ledger: Ledger, layer_id: str, owner_token: str) -> No
         for key, value in (("format", str(FORMAT)), ("layer", layer_id)):
             session.run(f"insert into {prefix}meta values (?, ?)", (key, value))
         clock = (0, FIRST_ID, 0, at, GENESIS)
-        session.run(f"insert into {prefix}ledger_clock values (1, ?, ?, ?, ?, ?, ?)", (*clock[:3], engine.native("datetime", at), GENESIS, clock_seal(*clock)))
+        session.run(
+            f"insert into {prefix}ledger_clock values (1, ?, ?, ?, ?, ?, ?)",
+            (*clock[:3], engine.native("datetime", at), GENESIS, clock_seal(*clock)),
+        )
         session.clock = clock
         execution = ledger.open(OWNER, kind="genesis")
         work = Work(ledger, session)
@@ -48,9 +51,24 @@ def begin(engine: Engine, ledger: Ledger, layer_id: str, owner_token: str) -> No
         for name, rows in (("entity", entities), ("field", fields)):
             for row in rows:
                 _put(tx, name, row)
-        _put(tx, "branch", {"id": MAIN, "name": "main", "fork_tx": 0, "base_own": 0, "base_parent": 0, "status": "open"})
+        _put(
+            tx, "branch", {"id": MAIN, "name": "main", "fork_tx": 0, "base_own": 0, "base_parent": 0, "status": "open"}
+        )
         _put(tx, "principal", {"id": OWNER, "name": "owner", "kind": "human", "token": token_hash(owner_token)})
-        _put(tx, "permission", {"id": OWNER_PERMISSION, "subject": OWNER, "action": "*", "resource": "*", "effect": "allow", "reason": "the owner of the layer", "delegable": True, "granted_by": OWNER})
+        _put(
+            tx,
+            "permission",
+            {
+                "id": OWNER_PERMISSION,
+                "subject": OWNER,
+                "action": "*",
+                "resource": "*",
+                "effect": "allow",
+                "reason": "the owner of the layer",
+                "delegable": True,
+                "granted_by": OWNER,
+            },
+        )
         for entity in SYSTEM.entities:
             if entity.kind == "entity":
                 ensure_indexes(engine, session, entity)
@@ -68,12 +86,14 @@ def _put(tx: Any, name: str, row: dict[str, Any]) -> None:
 
 def identify(engine: Engine, session: Session) -> str:
     """The id of the layer in this database; Incompatible when a newer release wrote it."""
-    rows = dict(session.all(f"select key, value from {engine.schema_prefix}meta"))
+    rows: dict[str, str] = dict(session.all(f"select key, value from {engine.schema_prefix}meta"))
     try:
         found = int(rows["format"])
         layer_id = str(rows["layer"])
     except (KeyError, ValueError):
         raise Corrupt("the layer does not say which format it has", hint="restore a backup") from None
     if found > FORMAT:
-        raise Incompatible(f"the layer has format {found}, this release knows up to {FORMAT}", hint="upgrade livinglayer")
+        raise Incompatible(
+            f"the layer has format {found}, this release knows up to {FORMAT}", hint="upgrade livinglayer"
+        )
     return layer_id

@@ -29,9 +29,19 @@ from .values import Stored, datetime_text, json_text, text
 from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
-GUARDED = frozenset({"entity", "field", "branch", "permission", "principal", "membership", "conflict"})  # changed by verbs of their own
+GUARDED = frozenset(
+    {"entity", "field", "branch", "permission", "principal", "membership", "conflict"}
+)  # changed by verbs of their own
 GOVERNING = frozenset({"entity", "field", "permission", "principal", "membership"})  # a change of these ends an epoch
-VERBS = {"entity": "define", "field": "alter", "branch": "fork", "permission": "grant", "principal": "principal", "membership": "principal", "conflict": "resolve"}
+VERBS = {
+    "entity": "define",
+    "field": "alter",
+    "branch": "fork",
+    "permission": "grant",
+    "principal": "principal",
+    "membership": "principal",
+    "conflict": "resolve",
+}
 
 
 OVER = "select 1 from {}ledger_outcome where execution = ?"
@@ -122,10 +132,12 @@ class Work:
     def table(self, entity: Entity) -> Table:
         found = self.tables.get((entity.store, self.version))
         if found is None:
-            found = self.tables[entity.store, self.version] = self.catalog.table(self.session, entity.store, self.version)
+            found = self.tables[entity.store, self.version] = self.catalog.table(
+                self.session, entity.store, self.version
+            )
         return found
 
-    def tx(self, execution: Execution, branch: str = "main", **more: Any) -> Tx:
+    def tx(self, execution: Execution, branch: str | Branch = "main", **more: Any) -> Tx:
         return Tx(self, execution, branch, **more)
 
     def admit(self, execution: Execution) -> None:
@@ -142,7 +154,10 @@ class Work:
         c = self.clock
         seal = clock_seal(c.tx, c.next_id, c.epoch, c.at, c.hash)
         at = self.engine.native("datetime", c.at)
-        self.session.run(f"update {self.engine.schema_prefix}ledger_clock set tx = ?, next_id = ?, epoch = ?, at = ?, hash = ?, seal = ?", (c.tx, c.next_id, c.epoch, at, c.hash, seal))
+        self.session.run(
+            f"update {self.engine.schema_prefix}ledger_clock set tx = ?, next_id = ?, epoch = ?, at = ?, hash = ?, seal = ?",
+            (c.tx, c.next_id, c.epoch, at, c.hash, seal),
+        )
 
 
 class Tx:
@@ -155,13 +170,23 @@ class Tx:
         work.admit(execution)
         self.work, self.session, self.engine, self.execution = work, work.session, work.engine, execution
         self.number = work.clock.tx + 1
-        self.reason, self.cause, self.merged_from, self.key = _text("reason", reason), _text("cause", cause), merged_from, _text("key", key)
+        self.reason, self.cause, self.merged_from, self.key = (
+            _text("reason", reason),
+            _text("cause", cause),
+            merged_from,
+            _text("key", key),
+        )
         self.deferred = deferred  # constraints between rows are looked at when the tx ends
         if branch == "main":
             self.branch, self.name, self.chain, self.slices = MAIN, "main", MAIN_CHAIN, []
         else:
             found = branch if isinstance(branch, Branch) else work.catalog.branch(work.session, branch, open_only=True)
-            self.branch, self.name, self.chain, self.slices = found.id, found.name, work.catalog.chain(work.session, found), work.catalog.slices(work.session, found)
+            self.branch, self.name, self.chain, self.slices = (
+                found.id,
+                found.name,
+                work.catalog.chain(work.session, found),
+                work.catalog.slices(work.session, found),
+            )
         if execution.scope.branch not in (None, self.name):
             raise Denied(f"execution is scoped to branch {execution.scope.branch!r}, not {self.name!r}")
         self.policy: Policy = work.catalog.policy(work.session, execution.principal, work.version)
@@ -207,7 +232,9 @@ class Tx:
         found = self._writable(entity)
         fields = [found.get(name) for name in ([on] if isinstance(on, str) else on)]
         if not fields or any(values.get(f.name) is None for f in fields):
-            raise Invalid(f"upsert needs a value for each field of `on`: {', '.join(f.name for f in fields) or 'none given'}")
+            raise Invalid(
+                f"upsert needs a value for each field of `on`: {', '.join(f.name for f in fields) or 'none given'}"
+            )
         stored = self._encoded(found, values, partial=True)
         number = self._having(found, fields, [stored[f.name] for f in fields], None)
         if number is None:
@@ -246,7 +273,10 @@ class Tx:
                     found[f.name] = self._default(entity, f)
         for label in entity.required:
             if found.get(label, 0 if partial else None) is None:
-                raise Invalid(f"{entity.name}.{label} is required", hint="give it a value" if label in values else "it has no default")
+                raise Invalid(
+                    f"{entity.name}.{label} is required",
+                    hint="give it a value" if label in values else "it has no default",
+                )
         return found
 
     def _default(self, entity: Entity, f: Field) -> Stored:
@@ -255,16 +285,17 @@ class Tx:
             value = now() if f.type == "datetime" else now()[:10]
         return f.encode(entity.name, value, self.work.settings.value_bytes)
 
-    def record(self, entity: Entity, stored: Mapping[str, Stored], number: int | None = None, new: int | None = None) -> int:
+    def record(
+        self, entity: Entity, stored: Mapping[str, Stored], number: int | None = None, new: int | None = None
+    ) -> int:
         """Write a row of the system's own entities, for a verb that has decided it may: add one, or change `number`."""
         table = self.work.table(entity)
         row = None if number is None else table.get(self.session, self.chain, number)
+        values: list[Stored] = [None] * len(table.columns) if row is None else list(row.values)
         if number is None:
-            number, values = self.work.new_id() if new is None else new, [None] * len(table.columns)
+            number = self.work.new_id() if new is None else new
         elif row is None:
             raise NotFound(f"there is no {entity.name}/{number}")
-        else:
-            values = list(row.values)
         places: list[int] = []
         for name, value in stored.items():
             places += table.set(entity.by_name[name], values, value)
@@ -276,7 +307,9 @@ class Tx:
         """Remove a row of the system's own entities, for a verb that has decided it may."""
         self.remove(entity, number, cascading=True)
 
-    def add(self, entity: Entity, stored: Mapping[str, Stored], number: int | None = None, merging: bool = False) -> int:
+    def add(
+        self, entity: Entity, stored: Mapping[str, Stored], number: int | None = None, merging: bool = False
+    ) -> int:
         """Write a new row of stored values by field name."""
         table = self.work.table(entity)
         values: list[Stored] = [None] * len(table.columns)
@@ -289,7 +322,14 @@ class Tx:
         self.overwrite(entity, table, number, None, values, (), set(stored), merging)
         return number
 
-    def change(self, entity: Entity, number: int, stored: Mapping[str, Stored], expect: int | None = None, merging: bool = False) -> None:
+    def change(
+        self,
+        entity: Entity,
+        number: int,
+        stored: Mapping[str, Stored],
+        expect: int | None = None,
+        merging: bool = False,
+    ) -> None:
         """Write stored values into a row."""
         table = self.work.table(entity)
         row = self._current(entity, table, number, "update")
@@ -302,11 +342,24 @@ class Tx:
                 before = table.value(f, row.values)
                 if before is not None and value != before and value not in f.options["transitions"].get(before, ()):
                     allowed = ", ".join(f.options["transitions"].get(before, ())) or "nothing"
-                    raise Invalid(f"{entity.name}.{name} can't go from {before!r} to {value!r}", hint=f"from {before!r} it can go to {allowed}")
+                    raise Invalid(
+                        f"{entity.name}.{name} can't go from {before!r} to {value!r}",
+                        hint=f"from {before!r} it can go to {allowed}",
+                    )
             places += table.set(f, values, value)
         self.overwrite(entity, table, number, row, values, tuple(sorted(set(places))), set(stored), merging)
 
-    def overwrite(self, entity: Entity, table: Table, number: int, row: Row | None, values: list[Stored], places: tuple[int, ...], names: set[str], merging: bool) -> None:
+    def overwrite(
+        self,
+        entity: Entity,
+        table: Table,
+        number: int,
+        row: Row | None,
+        values: list[Stored],
+        places: tuple[int, ...],
+        names: set[str],
+        merging: bool,
+    ) -> None:
         """Put a whole row in the place of `row` (None: there was none), if everything allows it."""
         if merging:
             self._complete(entity, table, values)
@@ -330,7 +383,10 @@ class Tx:
                 elif f.on_delete == "null":
                     self._nullify(other, f, child)
                 else:
-                    raise Conflict(f"{entity.name}/{number} is referred to by {other.name}/{child}.{f.name}", hint="delete or change that first")
+                    raise Conflict(
+                        f"{entity.name}/{number} is referred to by {other.name}/{child}.{f.name}",
+                        hint="delete or change that first",
+                    )
 
     def _complete(self, entity: Entity, table: Table, values: Sequence[Stored]) -> None:
         """Nothing required is missing in a row that comes from elsewhere."""
@@ -352,12 +408,17 @@ class Tx:
         if self.branch == MAIN and self.engine.reads_ahead:
             self.work.ledger.reads[entity.name] = table._sql["get", MAIN_CHAIN]
         if row is None or not self._in_slice(entity, table, number, row.values):
-            raise NotFound(f"there is no {entity.name}/{number}" + ("" if self.branch == MAIN else f" on branch {self.name!r}"))
+            raise NotFound(
+                f"there is no {entity.name}/{number}" + ("" if self.branch == MAIN else f" on branch {self.name!r}")
+            )
         return row
 
     def _expected(self, entity: Entity, number: int, row: Row, expect: int | None) -> None:
         if expect is not None and row.version != expect:
-            raise Conflict(f"{entity.name}/{number} is at version {row.version}, not {expect}", hint="read it again and decide anew")
+            raise Conflict(
+                f"{entity.name}/{number} is at version {row.version}, not {expect}",
+                hint="read it again and decide anew",
+            )
 
     def _unchanged(self, entity: str, number: int, tx: int) -> None:
         """What the caller read is still so."""
@@ -366,7 +427,15 @@ class Tx:
         if row is None or row.version > tx:
             raise Conflict(f"{entity}/{number} has changed since tx {tx}", hint="read it again and decide anew")
 
-    def _write(self, entity: Entity, table: Table, number: int, row: Row | None, values: list[Stored] | None, places: tuple[int, ...]) -> None:
+    def _write(
+        self,
+        entity: Entity,
+        table: Table,
+        number: int,
+        row: Row | None,
+        values: list[Stored] | None,
+        places: tuple[int, ...],
+    ) -> None:
         key = (entity.id, number)
         self.session.forget(table.store, number)
         before = self.changes.get(key)
@@ -393,7 +462,16 @@ class Tx:
 
     # Authority
 
-    def _authorize(self, action: str, entity: Entity, table: Table, number: int, row: Row | None, values: Sequence[Stored], fields: frozenset[str]) -> None:
+    def _authorize(
+        self,
+        action: str,
+        entity: Entity,
+        table: Table,
+        number: int,
+        row: Row | None,
+        values: Sequence[Stored],
+        fields: frozenset[str],
+    ) -> None:
         """Grants, scope and slice allow this change of this row, as it was and as it becomes."""
         rules: Rules = self.policy.rules(action, self.schema, entity, self.name)
         scope = self.execution.scope.entities
@@ -409,7 +487,13 @@ class Tx:
             for place, state in enumerate(states):
                 why = rules.refusal(fields, state, self._follow)
                 if why is not None:
-                    if row is not None and place == 0 and self.policy.rules("read", self.schema, entity, self.name).refusal(frozenset(), state, self._follow):
+                    if (
+                        row is not None
+                        and place == 0
+                        and self.policy.rules("read", self.schema, entity, self.name).refusal(
+                            frozenset(), state, self._follow
+                        )
+                    ):
                         raise NotFound(f"there is no {entity.name}/{number}")
                     raise Denied(f"{who} may not {action} {entity.name}{'' if row is None else f'/{number}'}: {why}", hint=f"layer can {who} {action} {entity.name}",
                                  rows=[g.id for g, _ in (*rules.denies, *rules.allows)])  # fmt: skip
@@ -488,23 +572,34 @@ class Tx:
         row = table.get(self.session, self.chain, number)
         return row is not None and self._in_slice(entity, table, number, row.values)
 
-    def _having(self, entity: Entity, fields: Sequence[Field], wanted: Sequence[Stored], other_than: int | None) -> int | None:
+    def _having(
+        self, entity: Entity, fields: Sequence[Field], wanted: Sequence[Stored], other_than: int | None
+    ) -> int | None:
         found = self._find(entity, fields, wanted, other_than, " limit 1")
         return found[0] if found else None
 
     def _all_having(self, entity: Entity, f: Field, number: int) -> list[int]:
         return self._find(entity, [f], [number], None, "")
 
-    def _find(self, entity: Entity, fields: Sequence[Field], wanted: Sequence[Stored], other_than: int | None, tail: str) -> list[int]:
+    def _find(
+        self, entity: Entity, fields: Sequence[Field], wanted: Sequence[Stored], other_than: int | None, tail: str
+    ) -> list[int]:
         """The ids of rows with these values, as this tx sees them."""
         where = "".join(f" and {self._equal(f)}" for f in fields) + ("" if other_than is None else " and x.id <> ?")
-        params = [self.engine.native(f.type, v) for f, v in zip(fields, wanted, strict=True)] + ([] if other_than is None else [other_than])
+        params = [self.engine.native(f.type, v) for f, v in zip(fields, wanted, strict=True)] + (
+            [] if other_than is None else [other_than]
+        )
         sql = arms(self.engine, entity.store, self.chain, [], where=where) + ("" if self.slices else tail)
         found = [row[0] for row in self.session.all(sql, params * arm_count(self.chain))]
         if not self.slices:
             return found
         table = self.work.table(entity)  # what lies outside the slice is not there
-        return [i for i in found if (row := table.get(self.session, self.chain, i)) is not None and self._in_slice(entity, table, i, row.values)]
+        return [
+            i
+            for i in found
+            if (row := table.get(self.session, self.chain, i)) is not None
+            and self._in_slice(entity, table, i, row.values)
+        ]
 
     def _equal(self, f: Field) -> str:
         column = field_sql(self.engine, f, lambda expression, kind: expression)
@@ -525,7 +620,10 @@ class Tx:
         if self.key is None:
             return False
         digest = sha256(repr(request).encode()).hexdigest()
-        row = self.session.one(f"select digest, result, tx from {self.engine.schema_prefix}ledger_key where principal = ? and key = ?", (self.execution.principal, self.key))
+        row = self.session.one(
+            f"select digest, result, tx from {self.engine.schema_prefix}ledger_key where principal = ? and key = ?",
+            (self.execution.principal, self.key),
+        )
         if row is None:
             self._request = [digest]
             return False
@@ -556,14 +654,37 @@ class Tx:
             work.opened.append(execution)
             box = f"b{execution.id}"
             self.fact("ledger_box", box, "process", execution.principal, None, at)
-            self.fact("ledger_execution", execution.id, execution.principal, execution.parent, box, execution.kind, execution.scope.text(), execution.reason, execution.trace, at)
+            self.fact(
+                "ledger_execution",
+                execution.id,
+                execution.principal,
+                execution.parent,
+                box,
+                execution.kind,
+                execution.scope.text(),
+                execution.reason,
+                execution.trace,
+                at,
+            )
         if self.key is not None and self._request:
             self.fact("ledger_key", execution.principal, self.key, self._request[0], json_text("result", result))
-        own = (self.number, self.branch, at, execution.principal, execution.id, self.cause, self.reason, self.merged_from)
+        own = (
+            self.number,
+            self.branch,
+            at,
+            execution.principal,
+            execution.id,
+            self.cause,
+            self.reason,
+            self.merged_from,
+        )
         changes = sorted((e, i, op, img) for (e, i), (op, img) in self.changes.items())
         digest = tx_hash(clock.hash, own, changes, facts_digest(self.facts))
         prefix, native = self.engine.schema_prefix, self.engine.native("datetime", at)
-        self.session.run(f"insert into {prefix}ledger_tx values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (self.number, self.branch, native, *own[3:], digest))
+        self.session.run(
+            f"insert into {prefix}ledger_tx values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (self.number, self.branch, native, *own[3:], digest),
+        )
         rows = [(self.branch, self.number, e, i, op, img) for e, i, op, img in changes]
         sql = f"insert into {prefix}ledger_change values (?, ?, ?, ?, ?, ?)"
         if len(rows) == 1:
@@ -612,7 +733,15 @@ class Ledger:
         self._queue: list[_Request] = []
         self._leading = False
 
-    def open(self, principal: int, scope: Mapping[str, Any] | None = None, kind: str = "direct", reason: str | None = None, parent: int | None = None, trace: str | None = None) -> Execution:
+    def open(
+        self,
+        principal: int,
+        scope: Mapping[str, Any] | None = None,
+        kind: str = "direct",
+        reason: str | None = None,
+        parent: int | None = None,
+        trace: str | None = None,
+    ) -> Execution:
         """Open an execution; its row is written with its first tx."""
         execution = Execution(principal, Scope.of(scope), kind, reason, parent, trace)
         self.executions.add(execution)
@@ -626,7 +755,13 @@ class Ledger:
             if execution.id is not None:
                 with self.work() as work:
                     tx = work.tx(execution, reason=f"end of execution {execution.id}")
-                    tx.fact("ledger_outcome", execution.id, status, now(), None if result is None else json_text("result", result))
+                    tx.fact(
+                        "ledger_outcome",
+                        execution.id,
+                        status,
+                        now(),
+                        None if result is None else json_text("result", result),
+                    )
                     tx.finish()
         finally:
             execution.open = False
@@ -774,4 +909,16 @@ def unequal(a: Sequence[Stored], b: Sequence[Stored]) -> bool:
     return any(not same(x, y) for x, y in zip(a, b, strict=True))
 
 
-__all__ = ["GOVERNING", "GUARDED", "MAIN_CHAIN", "SYSTEM", "Execution", "Ledger", "Scope", "Tx", "Work", "now", "unequal"]
+__all__ = [
+    "GOVERNING",
+    "GUARDED",
+    "MAIN_CHAIN",
+    "SYSTEM",
+    "Execution",
+    "Ledger",
+    "Scope",
+    "Tx",
+    "Work",
+    "now",
+    "unequal",
+]

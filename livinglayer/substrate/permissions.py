@@ -110,7 +110,14 @@ class Policy:
         key = (action, id(schema), entity.id, branch)
         found = self._rules.get(key)
         if found is None or found[0] is not schema:
-            sides = [tuple(self._compile(g, schema, entity) for g in self.grants if g.effect == effect and g.covers(action, entity.name, branch)) for effect in ("allow", "deny")]
+            sides = [
+                tuple(
+                    self._compile(g, schema, entity)
+                    for g in self.grants
+                    if g.effect == effect and g.covers(action, entity.name, branch)
+                )
+                for effect in ("allow", "deny")
+            ]
             found = self._rules[key] = (schema, Rules(*sides))
         return found[1]
 
@@ -137,13 +144,23 @@ class Policy:
         allowed, grants = self.decide(action, resource, branch)
         if not allowed:
             by = f"permission {grants[0].id} denies it" if grants else "no permission allows it"
-            raise Denied(f"{self.me['name']} may not {action} {resource}: {by}", hint=f"layer can {self.me['name']} {action} {resource}", rows=[g.id for g in grants])
+            raise Denied(
+                f"{self.me['name']} may not {action} {resource}: {by}",
+                hint=f"layer can {self.me['name']} {action} {resource}",
+                rows=[g.id for g in grants],
+            )
 
     def sovereign(self) -> bool:
         """Holds everything without conditions: an owner."""
-        return any(g.action == "*" and g.resource == "*" and g.effect == "allow" and not g.where and g.fields is None and g.branch is None for g in self.grants) and not any(
-            g.effect == "deny" for g in self.grants
-        )
+        return any(
+            g.action == "*"
+            and g.resource == "*"
+            and g.effect == "allow"
+            and not g.where
+            and g.fields is None
+            and g.branch is None
+            for g in self.grants
+        ) and not any(g.effect == "deny" for g in self.grants)
 
 
 def load_policy(catalog: Catalog, session: Session, principal: int, as_of: int | None) -> Policy:
@@ -166,15 +183,23 @@ def load_policy(catalog: Catalog, session: Session, principal: int, as_of: int |
 
     def me_of(number: int) -> dict[str, Any]:
         person = people.get(number, {})
-        return {**{k: v for k, v in (person.get("attributes") or {}).items() if isinstance(v, str | int | bool)}, "id": number, "name": person.get("name")}
+        return {
+            **{k: v for k, v in (person.get("attributes") or {}).items() if isinstance(v, str | int | bool)},
+            "id": number,
+            "name": person.get("name"),
+        }
 
     for row in rows.values():
         if row["subject"] not in subjects:
             continue
-        where, holds, link, whose, seen = [], True, row, principal, set()
+        where: list[tuple[str, Mapping[str, Any]]] = []
+        link: dict[str, Any] | None = row
+        holds, whose, seen = True, principal, set()
         while link is not None and holds:
             edges += [t for t in (link["valid_from"], link["valid_to"]) if t is not None and t > now]
-            holds = (link["valid_from"] is None or link["valid_from"] <= now) and (link["valid_to"] is None or now < link["valid_to"])
+            holds = (link["valid_from"] is None or link["valid_from"] <= now) and (
+                link["valid_to"] is None or now < link["valid_to"]
+            )
             if link["predicate"]:
                 where.append((link["predicate"], me_of(whose)))
             if link["source"] is None:

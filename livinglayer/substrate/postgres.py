@@ -27,7 +27,7 @@ from sqlglot import exp
 
 from ..errors import Conflict, Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
-from .engine import LEDGER, Session
+from .engine import LEDGER, Session, Stale
 from .reads import Answer, Source, as_dicts, distinct
 from .values import INT_MAX, INT_MIN
 
@@ -43,14 +43,10 @@ _KIND = {
     "bigint": "int", "double precision": "float", "boolean": "bool", "numeric": "decimal", "date": "date",
     "timestamp with time zone": "datetime", "bytea": "blob",
 }  # fmt: skip
-_ISO = "'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"'"
+_ISO = '\'YYYY-MM-DD"T"HH24:MI:SS.US"Z"\''
 STALE = "LL001"
 REPEATED = 10_000
 INSERTED = 50  # rows sent as one statement
-
-
-class Stale(Exception):
-    """A view was made before the schema or a policy changed; make it anew."""
 
 
 @contextmanager
@@ -76,7 +72,11 @@ def _ours(error: psycopg.Error) -> LayerError:
         return Conflict("the layer changed meanwhile", hint="read again and decide anew")
     if isinstance(error, pg.DataCorrupted | pg.IndexCorrupted):
         return Corrupt(f"the database says its files are damaged: {text}")
-    if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or error.sqlstate in ("57P01", "57P02", "57P03"):
+    if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or error.sqlstate in (
+        "57P01",
+        "57P02",
+        "57P03",
+    ):
         return Unavailable(f"the database can't be reached: {text}", hint="it is tried again with the next call")
     return Unavailable(f"the database refused: {text}")
 
@@ -93,7 +93,9 @@ def numbered(sql: str) -> str:
 
 def connect(conninfo: str, **more: Any) -> psycopg.Connection[Any]:
     with translated():
-        connection = psycopg.connect(conninfo, autocommit=True, cursor_factory=psycopg.RawCursor, connect_timeout=10, **more)
+        connection = psycopg.connect(
+            conninfo, autocommit=True, cursor_factory=psycopg.RawCursor, connect_timeout=10, **more
+        )
         connection.adapters.register_dumper(int, Int8Dumper)
         connection.adapters.register_dumper(str, StrDumperUnknown)
         connection.prepare_threshold = 2
@@ -106,7 +108,7 @@ class PostgresSession:
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self.connection = connection
-        self.ahead: dict[Any, psycopg.RawCursor[Any]] = {}  # rows asked for with the begin, not yet looked at
+        self.ahead: dict[Any, Any] = {}  # rows asked for with the begin, not yet looked at
         self.clock: tuple[Any, ...] | None = None
         self._sql = ""
         self._rows: list[Sequence[Any]] = []  # inserts that wait to be sent as one statement
@@ -143,7 +145,9 @@ class PostgresSession:
         rows, self._rows = self._rows, []
         if len(rows) == INSERTED:
             head, tuples = self._sql.rsplit(" values ", 1)
-            self.connection.execute(numbered(f"{head} values {', '.join([tuples] * INSERTED)}"), [v for row in rows for v in row])
+            self.connection.execute(
+                numbered(f"{head} values {', '.join([tuples] * INSERTED)}"), [v for row in rows for v in row]
+            )
             return
         for row in rows:
             self.connection.execute(numbered(self._sql), row)
@@ -169,7 +173,6 @@ class PostgresEngine:
     null_tx = "null::bigint"
     reads_ahead = True
     barrier = ""  # views are made with security_barrier instead
-    stale = Stale
 
     def __init__(self, url: str, settings: Settings) -> None:
         self.settings, self._url = settings, url
@@ -234,7 +237,11 @@ class PostgresEngine:
             with translated():
                 yield connection
         finally:
-            if connection.closed or connection.broken or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+            if (
+                connection.closed
+                or connection.broken
+                or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
+            ):
                 connection.close()
             else:
                 with self._lock:
@@ -282,7 +289,7 @@ class PostgresEngine:
     def commit(self, session: Session) -> None:
         assert self._writer is not None
         try:
-            if session._rows:
+            if isinstance(session, PostgresSession) and session._rows:
                 session.flush()
             self._writer.execute("commit")
             self._leave()
@@ -335,7 +342,13 @@ class PostgresEngine:
             return f"to_char({expression} at time zone 'UTC', {_ISO})"
         if kind == "date":
             return f"to_char({expression}, 'YYYY-MM-DD')"
-        return f"{expression}::text" if kind in ("decimal", "json") else f"{expression}::int" if kind == "bool" else expression
+        return (
+            f"{expression}::text"
+            if kind in ("decimal", "json")
+            else f"{expression}::int"
+            if kind == "bool"
+            else expression
+        )
 
     def native(self, kind: str, stored: Any) -> Any:
         return bool(stored) if kind == "bool" and stored is not None else stored
@@ -357,7 +370,10 @@ class PostgresEngine:
             ("date", "datetime"): f"({e} || 'T00:00:00Z')::timestamptz",
             ("datetime", "date"): f"left({e}, 10)::date",
             ("text", "int"): f"case when {e} ~ '^-{{0,1}}[0-9]{{1,18}}$' then {e}::bigint end",
-            ("text", "decimal"): f"case when {e} ~ '^-{{0,1}}[0-9]{{1,255}}(\\.[0-9]{{1,255}}){{0,1}}$' then {e}::numeric end",
+            (
+                "text",
+                "decimal",
+            ): f"case when {e} ~ '^-{{0,1}}[0-9]{{1,255}}(\\.[0-9]{{1,255}}){{0,1}}$' then {e}::numeric end",
         }
         return turned.get((old, new), expression)
 
@@ -367,7 +383,9 @@ class PostgresEngine:
             listed = ", ".join(f"{column} {self.column(kind)}" for column, kind in columns)
             made.append(f"create table {SCHEMA}.{name}({listed}, primary key({', '.join(key)}))")
             made += [f"create index {name}_{'_'.join(on)} on {SCHEMA}.{name}({', '.join(on)})" for on in indexes]
-        made.append(f"create index ledger_change_system on {SCHEMA}.ledger_change(branch, entity, tx) where entity < 2000")
+        made.append(
+            f"create index ledger_change_system on {SCHEMA}.ledger_change(branch, entity, tx) where entity < 2000"
+        )
         made.append(f"create table {SCHEMA}.blob(digest text primary key, data bytea not null)")
         made.append(
             f"create function {SCHEMA}.fresh(known bigint) returns boolean language plpgsql stable security definer set search_path = {SCHEMA} as"
@@ -403,13 +421,25 @@ class PostgresEngine:
         ]
 
     def columns(self, session: Session, table: str) -> list[tuple[str, str]]:
-        rows = session.all("select column_name, data_type, domain_name from information_schema.columns where table_schema = ? and table_name = ? order by ordinal_position", (SCHEMA, table))
+        rows = session.all(
+            "select column_name, data_type, domain_name from information_schema.columns where table_schema = ? and table_name = ? order by ordinal_position",
+            (SCHEMA, table),
+        )
         return [(name, "json" if domain == "json_text" else _KIND.get(kind, "text")) for name, kind, domain in rows]
 
     def statements(self, session: Session) -> dict[str, str]:
         """What there is by name; of trigger functions also what they do."""
-        found = {name: "" for (name,) in session.all("select relname from pg_class where relnamespace = ?::regnamespace", (SCHEMA,))}
-        found |= {name: "" for (name,) in session.all("select tgname from pg_trigger t join pg_class c on c.oid = t.tgrelid where c.relnamespace = ?::regnamespace and tgenabled = 'O'", (SCHEMA,))}
+        found = {
+            name: ""
+            for (name,) in session.all("select relname from pg_class where relnamespace = ?::regnamespace", (SCHEMA,))
+        }
+        found |= {
+            name: ""
+            for (name,) in session.all(
+                "select tgname from pg_trigger t join pg_class c on c.oid = t.tgrelid where c.relnamespace = ?::regnamespace and tgenabled = 'O'",
+                (SCHEMA,),
+            )
+        }
         functions = session.all("select proname, prosrc from pg_proc where pronamespace = ?::regnamespace", (SCHEMA,))
         triggers = {name for name in found if name.endswith(("__u", "__x"))}
         return found | {name: source for name, source in functions if name in triggers or name == "fresh"}
@@ -447,7 +477,9 @@ class PostgresEngine:
         """A prefix of this layer in this database: roles are shared by all databases of a server."""
         if self._short is None:
             with self._borrowed() as connection:
-                row = connection.execute(f"select value || current_database() from {SCHEMA}.meta where key = 'layer'").fetchone()
+                row = connection.execute(
+                    f"select value || current_database() from {SCHEMA}.meta where key = 'layer'"
+                ).fetchone()
             assert row is not None
             self._short = f"ll_{sha256(row[0].encode()).hexdigest()[:12]}"
         return self._short
@@ -460,7 +492,9 @@ class PostgresEngine:
         name = f"{self.short()}_{principal}"
         with self._borrowed() as connection, connection.transaction():
             connection.execute("select pg_advisory_xact_lock(hashtext($1))", (name,))
-            connection.execute(f"insert into {SCHEMA}.meta values ('reader_key', $1) on conflict do nothing", (secrets.token_hex(32),))
+            connection.execute(
+                f"insert into {SCHEMA}.meta values ('reader_key', $1) on conflict do nothing", (secrets.token_hex(32),)
+            )
             key = connection.execute(f"select value from {SCHEMA}.meta where key = 'reader_key'").fetchone()
             assert key is not None
             password = sha256(f"{key[0]}:{name}".encode()).hexdigest()
@@ -468,11 +502,21 @@ class PostgresEngine:
                 self._roles[principal] = (name, password)
                 return name, password
             try:
-                connection.execute(f"create role {name} login nosuperuser nocreatedb nocreaterole noinherit connection limit 64 password '{password}'")
-                for setting in ("default_transaction_read_only = on", "work_mem = '16MB'", "plan_cache_mode = force_generic_plan", "jit = off", "max_parallel_workers_per_gather = 0"):
+                connection.execute(
+                    f"create role {name} login nosuperuser nocreatedb nocreaterole noinherit connection limit 64 password '{password}'"
+                )
+                for setting in (
+                    "default_transaction_read_only = on",
+                    "work_mem = '16MB'",
+                    "plan_cache_mode = force_generic_plan",
+                    "jit = off",
+                    "max_parallel_workers_per_gather = 0",
+                ):
                     connection.execute(f"alter role {name} set {setting}")
             except pg.InsufficientPrivilege:
-                raise Unavailable("this database user can't make roles for readers", hint="grant it CREATEROLE") from None
+                raise Unavailable(
+                    "this database user can't make roles for readers", hint="grant it CREATEROLE"
+                ) from None
             with suppress(pg.InsufficientPrivilege), connection.transaction():  # only a superuser may
                 connection.execute(f"alter role {name} set temp_file_limit = '1GB'")
         self._roles[principal] = (name, password)
@@ -486,7 +530,9 @@ class PostgresEngine:
     def inside(self, tx: Tx, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
         """A guarded query within the write transaction, which sees what it has written."""
         assert self._writer is not None
-        source = Source(tx.work.catalog, tx.session, tx.work.catalog.branch(tx.session, tx.name), None, tx.policy, tx.work.version)
+        source = Source(
+            tx.work.catalog, tx.session, tx.work.catalog.branch(tx.session, tx.name), None, tx.policy, tx.work.version
+        )
         name, _ = self.role(tx.policy.principal)
         return Reader(self, self._writer, source, name).inside(sql, params, deadline, limit)
 
@@ -501,7 +547,9 @@ class PostgresEngine:
     def _sweep(self, epoch: int) -> None:
         with suppress(LayerError), self._borrowed() as connection:
             prefix = f"{self.short()}_v"
-            for (name,) in connection.execute("select nspname from pg_namespace where starts_with(nspname, $1)", (prefix,)).fetchall():
+            for (name,) in connection.execute(
+                "select nspname from pg_namespace where starts_with(nspname, $1)", (prefix,)
+            ).fetchall():
                 parts = name.removeprefix(prefix).split("_")
                 if parts[0].isdigit() and int(parts[0]) < epoch:
                     with suppress(psycopg.Error):
@@ -553,7 +601,10 @@ def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str], frozenset[s
         raise Invalid("a query is one statement", hint="send the second one on its own") if trees else refused
     tree = trees[0]
     if not isinstance(tree, exp.Select | exp.SetOperation | exp.Values | exp.Subquery):
-        raise Invalid("a query can't change anything" if isinstance(tree, exp.DML | exp.DDL) else "a query is a SELECT", hint="write with insert, update and delete")
+        raise Invalid(
+            "a query can't change anything" if isinstance(tree, exp.DML | exp.DDL) else "a query is a SELECT",
+            hint="write with insert, update and delete",
+        )
     names: list[str] = []
     entities: set[str] = set()
     try:
@@ -570,11 +621,19 @@ def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str], frozenset[s
             raise NotFound(f"there is no function {str(node.this)!r}")
         if isinstance(node, exp.Repeat | exp.Pad):  # PostgreSQL fills a gigabyte without looking at the clock
             count = node.args.get("times") or node.args.get("expression")
-            if not isinstance(count, exp.Literal) or count.is_string or not count.this.isdigit() or int(count.this) > REPEATED:
+            if (
+                not isinstance(count, exp.Literal)
+                or count.is_string
+                or not count.this.isdigit()
+                or int(count.this) > REPEATED
+            ):
                 raise Invalid(f"{kind.lower()} takes a plain number up to {REPEATED}")
         if isinstance(node, exp.Func) and isinstance(node.parent, exp.Dot):
             raise NotFound("functions have no schema here")
-        if isinstance(node, exp.DataType) and (node.this.name if hasattr(node.this, "name") else str(node.this)) not in _TYPES:
+        if (
+            isinstance(node, exp.DataType)
+            and (node.this.name if hasattr(node.this, "name") else str(node.this)) not in _TYPES
+        ):
             raise NotFound(f"there is no type {node.sql(dialect='postgres')!r}")
         if isinstance(node, exp.Table):
             if node.args.get("db") or node.args.get("catalog"):
@@ -595,7 +654,9 @@ def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str], frozenset[s
             node.replace(exp.Var(this=f"${names.index(node.this) + 1}"))
     shadows = {cte.alias for cte in tree.find_all(exp.CTE)}
     if any(name.startswith("pg_") for name in shadows):
-        raise Invalid("a name of a query can't begin with pg_")  # where it does not reach, PostgreSQL's own would be read
+        raise Invalid(
+            "a name of a query can't begin with pg_"
+        )  # where it does not reach, PostgreSQL's own would be read
     try:
         text = tree.sql(dialect="postgres", comments=False)
     except RecursionError:
@@ -615,7 +676,9 @@ class Reader:
             first = source.chain[0]
             source.chain = (type(first)(first.branch, moment), *source.chain[1:])
         schema_key = [(f.store, f.name, f.type, repr(f.was)) for e in source.schema.entities for f in e.fields]
-        digest = sha256(repr((source.chain, source.policy.key, source.branch.id, schema_key, source.slices)).encode()).hexdigest()[:16]
+        digest = sha256(
+            repr((source.chain, source.policy.key, source.branch.id, schema_key, source.slices)).encode()
+        ).hexdigest()[:16]
         self.draft = type(source.epoch) is not int
         self.schema = f"{engine.short()}_v{secrets.token_hex(6) if self.draft else source.epoch}_{digest}"
         self.settings: dict[str, str] = {}
@@ -663,7 +726,9 @@ class Reader:
                 return False
             fresh = "" if self.draft else f" where (select {SCHEMA}.fresh({self.source.epoch}))"
             barrier = "" if self.source.open(name) else " with (security_barrier)"
-            build(f"{self.schema}.{name}", f"create view {self.schema}.{name}{barrier} as select * from ({sql}) g{fresh}")
+            build(
+                f"{self.schema}.{name}", f"create view {self.schema}.{name}{barrier} as select * from ({sql}) g{fresh}"
+            )
             connection.execute(f"grant select on {self.schema}.{name} to {self.role}")
             return True
 
@@ -720,7 +785,9 @@ class Reader:
         if cursor.description is None:
             raise Invalid("a query is a SELECT")
         if len(rows) > limit:
-            raise LimitExceeded(f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit=")
+            raise LimitExceeded(
+                f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit="
+            )
         return distinct([c.name for c in cursor.description]), [], rows
 
     def inside(self, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
@@ -729,7 +796,10 @@ class Reader:
         text, values = self._prepared(sql, params, self.connection if self.draft else None)
         try:
             run("savepoint inside")
-            run("select set_config('search_path', $1, true), set_config('statement_timeout', $2, true)", (self.schema, str(max(1, int((deadline - time.monotonic()) * 1000)))))
+            run(
+                "select set_config('search_path', $1, true), set_config('statement_timeout', $2, true)",
+                (self.schema, str(max(1, int((deadline - time.monotonic()) * 1000)))),
+            )
             run(f"set local role {self.role}")
             answer = self._run(text, values, limit)
             run("reset role")
@@ -759,12 +829,20 @@ class Reader:
         text = (error.diag.message_primary or str(error).split("\n")[0]) if error.diag else str(error)
         if isinstance(error, pg.UndefinedTable):
             found = re.search(r'relation "([^"]*)" does not exist', text)
-            return NotFound(f"there is no entity {found.group(1) if found else ''!r} to read", hint="layer schema lists what there is")
+            return NotFound(
+                f"there is no entity {found.group(1) if found else ''!r} to read",
+                hint="layer schema lists what there is",
+            )
         if isinstance(error, pg.InsufficientPrivilege):
-            return NotFound("the statement reaches for something that is not there", hint="query entities by their names; layer schema lists them")
+            return NotFound(
+                "the statement reaches for something that is not there",
+                hint="query entities by their names; layer schema lists them",
+            )
         if isinstance(error, pg.QueryCanceled):
             return TimedOut("the query took too long", hint="ask for less, or give a longer timeout")
-        if isinstance(error, pg.OutOfMemory | pg.ProgramLimitExceeded | pg.ConfigurationLimitExceeded | pg.StatementTooComplex) or error.sqlstate in ("53400", "54000", "53200"):
+        if isinstance(
+            error, pg.OutOfMemory | pg.ProgramLimitExceeded | pg.ConfigurationLimitExceeded | pg.StatementTooComplex
+        ) or error.sqlstate in ("53400", "54000", "53200"):
             return LimitExceeded("the query needs more than it may have", hint="ask for less at a time")
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             return _ours(error)

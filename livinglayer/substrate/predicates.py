@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 Dialect = Literal["sqlite", "postgres"]
 Me = Mapping[str, Any]  # the principal: id, name and attributes
 LIMIT = 4000
-HINT = "comparisons, and/or/not, in, between, like, is null, + - * / %, length, coalesce, abs, now(), :me, :me.attribute"
+HINT = (
+    "comparisons, and/or/not, in, between, like, is null, + - * / %, length, coalesce, abs, now(), :me, :me.attribute"
+)
 
 
 @dataclass(frozen=True)
@@ -168,11 +170,18 @@ class _Compiler:
             if inner.kind not in _NUMBERS:
                 raise self.wrong(f"minus needs a number, not {inner.kind}")
             negated = None if inner.literal is None else "-" + inner.literal
-            return Node(inner.kind, lambda e: _map(lambda v: -v, inner.test(e)), lambda n, a: f"(- {inner.write(n, a)})", negated)
+            return Node(
+                inner.kind,
+                lambda e: _map(lambda v: -v, inner.test(e)),
+                lambda n, a: f"(- {inner.write(n, a)})",
+                negated,
+            )
         if isinstance(tree, exp.In):
             if tree.args.get("query") or not tree.expressions:
                 raise self.wrong("`in` takes a list of values")
-            return self.any_of([self.comparison(exp.EQ, self.node(tree.this), self.node(item)) for item in tree.expressions])
+            return self.any_of(
+                [self.comparison(exp.EQ, self.node(tree.this), self.node(item)) for item in tree.expressions]
+            )
         if isinstance(tree, exp.Between):
             low = self.comparison(exp.GTE, self.node(tree.this), self.node(tree.args["low"]))
             high = self.comparison(exp.LTE, self.node(tree.this), self.node(tree.args["high"]))
@@ -273,7 +282,9 @@ class _Compiler:
         try:
             if other == "decimal" and node.kind in ("number", "int"):
                 value = Decimal(node.literal)
-                return Node("decimal", lambda e: value, lambda n, a: f"'{value:f}'" if n.dialect == "sqlite" else f"({value:f})")
+                return Node(
+                    "decimal", lambda e: value, lambda n, a: f"'{value:f}'" if n.dialect == "sqlite" else f"({value:f})"
+                )
             if other == "datetime" and node.kind == "literal":
                 moment = datetime.fromisoformat(node.literal)
                 value = datetime_text(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
@@ -312,7 +323,9 @@ class _Compiler:
         negate = bool(tree.args.get("negate"))
         if isinstance(other, exp.Null):
             word = "is not null" if negate else "is null"
-            return Node("bool", lambda e: (inner.test(e) is None) != negate, lambda n, a: f"({inner.write(n, a)} {word})")
+            return Node(
+                "bool", lambda e: (inner.test(e) is None) != negate, lambda n, a: f"({inner.write(n, a)} {word})"
+            )
         if isinstance(other, exp.Boolean) and inner.kind == "bool":
             wanted, word = bool(other.this), "is not" if negate else "is"
             return Node("bool", lambda e: (_truth(inner.test(e)) is wanted) != negate,
@@ -325,7 +338,9 @@ class _Compiler:
             raise self.wrong("`like` compares text with a pattern in quotes")
         signs = pattern.this
         regex = re.compile("".join({"%": ".*", "_": "."}.get(c, re.escape(c)) for c in signs), re.DOTALL)
-        glob = "".join({"%": "*", "_": "?"}.get(c, f"[{c}]" if c in "*?[" else c) for c in signs)  # like ignores case in SQLite
+        glob = "".join(
+            {"%": "*", "_": "?"}.get(c, f"[{c}]" if c in "*?[" else c) for c in signs
+        )  # like ignores case in SQLite
         return Node("bool", lambda e: _map(lambda v: regex.fullmatch(v) is not None, inner.test(e)),
                     lambda n, a: f"({inner.write(n, a)} " + (f"like {quote(signs)})" if n.dialect == "postgres" else f"glob {quote(glob)})"))  # fmt: skip
 

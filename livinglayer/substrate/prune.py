@@ -18,7 +18,9 @@ def prune(ledger: Ledger, execution: Execution, before: int | datetime, reason: 
         branch = SYSTEM.by_name["branch"]
         at, status, fork = work.engine.schema_prefix, branch.by_name["status"].store, branch.by_name["fork_tx"].store
         parent = branch.by_name["parent"].store
-        row = work.session.one(f"select min({fork}) from {at}{branch.store} where {status} = 'open' and {parent} is not null")
+        row = work.session.one(
+            f"select min({fork}) from {at}{branch.store} where {status} = 'open' and {parent} is not null"
+        )
         if row is not None and row[0] is not None:
             horizon = min(horizon, row[0])
         count = 0

@@ -40,7 +40,11 @@ def answer(reads: Reads, request: list, memory: int) -> dict:  # type: ignore[ty
     except LayerError as error:
         return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     except MemoryError:
-        return {"error": "LimitExceeded", "message": "the query needs more memory than it may have", "hint": "ask for less at a time"}
+        return {
+            "error": "LimitExceeded",
+            "message": "the query needs more memory than it may have",
+            "hint": "ask for less at a time",
+        }
     except RecursionError:
         return {"error": "Invalid", "message": "the query is nested too deeply", "hint": None}
 

@@ -24,7 +24,7 @@ from .. import errors
 from ..errors import Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
 from .catalog import Branch, Catalog, no_branch
-from .engine import Engine, Session
+from .engine import Engine, Session, Stale
 from .permissions import Policy
 from .predicates import Me, Predicate
 from .schema import Entity, Schema
@@ -40,7 +40,9 @@ NAMED = ("principal", "reason", "execution", "branch")  # of history: who and wh
 class Source:
     """The SQL of every name one principal can use, on one branch at one moment."""
 
-    def __init__(self, catalog: Catalog, session: Session, branch: Branch, as_of: int | None, policy: Policy, epoch: int) -> None:
+    def __init__(
+        self, catalog: Catalog, session: Session, branch: Branch, as_of: int | None, policy: Policy, epoch: int
+    ) -> None:
         self.catalog, self.engine, self.branch, self.policy, self.epoch = catalog, catalog.engine, branch, policy, epoch
         self.as_of = as_of
         self.chain: Chain = catalog.chain(session, branch, as_of)
@@ -85,7 +87,11 @@ class Source:
     def open(self, name: str) -> bool:
         """Whether a name shows everything there is, so that no condition on it can tell what is hidden."""
         found = self.entity(name)
-        return found is not None and not self.slices and self.policy.rules("read", self.schema, found[0], self.branch.name).everything
+        return (
+            found is not None
+            and not self.slices
+            and self.policy.rules("read", self.schema, found[0], self.branch.name).everything
+        )
 
     def has_decimals(self, name: str) -> bool:
         found = self.entity(name)
@@ -103,11 +109,25 @@ class Source:
 
 # What a column that is an expression holds (SQLite only says it of plain columns)
 
-_KEEP = (exp.Sum, exp.Min, exp.Max, exp.Coalesce, exp.Nullif, exp.Case, exp.If, exp.Window, exp.Paren, exp.FirstValue, exp.LastValue, exp.Lag, exp.Lead)
+_KEEP = (
+    exp.Sum,
+    exp.Min,
+    exp.Max,
+    exp.Coalesce,
+    exp.Nullif,
+    exp.Case,
+    exp.If,
+    exp.Window,
+    exp.Paren,
+    exp.FirstValue,
+    exp.LastValue,
+    exp.Lag,
+    exp.Lead,
+)
 
 
 @lru_cache(512)
-def _tree(sql: str) -> exp.Expression | None:
+def _tree(sql: str) -> Any:
     try:
         return sqlglot.parse_one(sql, read="sqlite")
     except (sqlglot.errors.SqlglotError, RecursionError):
@@ -131,13 +151,21 @@ def inferred(sql: str, name: str, source: Source) -> str | None:
         if isinstance(node, exp.Predicate | exp.Not | exp.And | exp.Or):
             return "bool"
         if isinstance(node, exp.Subquery):
-            return kind(node.this.expressions[0], depth + 1) if isinstance(node.this, exp.Select) and node.this.expressions else None
+            return (
+                kind(node.this.expressions[0], depth + 1)
+                if isinstance(node.this, exp.Select) and node.this.expressions
+                else None
+            )
         if isinstance(node, exp.Alias):
             return kind(node.this, depth + 1)
         if isinstance(node, exp.Case):
             parts = [i.args.get("true") for i in node.args.get("ifs", [])] + [node.args.get("default")]
         elif isinstance(node, _KEEP):
-            parts = [node.this, *node.expressions] if not isinstance(node, exp.If) else [node.args.get("true"), node.args.get("false")]
+            parts = (
+                [node.this, *node.expressions]
+                if not isinstance(node, exp.If)
+                else [node.args.get("true"), node.args.get("false")]
+            )
         else:
             return None
         kinds = {kind(p, depth + 1) for p in parts if p is not None and not isinstance(p, exp.Null | exp.Literal)}
@@ -147,20 +175,32 @@ def inferred(sql: str, name: str, source: Source) -> str | None:
         return kind(aliases[name], 0)
     outer = tree if isinstance(tree, exp.Select) else tree.find(exp.Select)
     for item in outer.expressions if outer is not None else ():
-        if not isinstance(item, exp.Star) and item.sql(dialect="sqlite").lower().replace(" ", "") == name.lower().replace(" ", ""):
+        if not isinstance(item, exp.Star) and item.sql(dialect="sqlite").lower().replace(
+            " ", ""
+        ) == name.lower().replace(" ", ""):
             return kind(item, 0)
     return source.type_of(name, entities)
 
 
-DECLARED = {"DECIMAL_TEXT": "decimal", "DATE_TEXT": "date", "DATETIME_TEXT": "datetime", "JSON_TEXT": "json", "BOOL_INT": "bool"}
+DECLARED = {
+    "DECIMAL_TEXT": "decimal",
+    "DATE_TEXT": "date",
+    "DATETIME_TEXT": "datetime",
+    "JSON_TEXT": "json",
+    "BOOL_INT": "bool",
+}
 _SPECIAL = ("decimal", "date", "datetime", "json", "bool")
 _PLAIN = {"TEXT", "INTEGER", "REAL", "BLOB"}
 
 
-Answer = tuple[Sequence[str], Sequence[tuple[int, str]], Sequence[tuple[Any, ...]]]  # names, types of special columns, rows
+Answer = tuple[
+    Sequence[str], Sequence[tuple[int, str]], Sequence[tuple[Any, ...]]
+]  # names, types of special columns, rows
 
 
-def shaped(sql: str, shape: Sequence[tuple[str, str | None]], source: Source) -> tuple[list[str], list[tuple[int, str]]]:
+def shaped(
+    sql: str, shape: Sequence[tuple[str, str | None]], source: Source
+) -> tuple[list[str], list[tuple[int, str]]]:
     """Column names, and which columns are stored in a form that Python has a better one for."""
     kinds: list[tuple[int, str]] = []
     for place, (name, declared) in enumerate(shape):
@@ -185,7 +225,9 @@ def distinct(names: list[str]) -> list[str]:
     return list(found)
 
 
-def as_dicts(names: Sequence[str], kinds: Sequence[tuple[int, str]], rows: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
+def as_dicts(
+    names: Sequence[str], kinds: Sequence[tuple[int, str]], rows: Sequence[tuple[Any, ...]]
+) -> list[dict[str, Any]]:
     if not kinds:
         return [dict(zip(names, row, strict=False)) for row in rows]
     turns = [(place, turn) for place, kind in kinds if (turn := decoder(kind)) is not None]
@@ -202,9 +244,12 @@ def as_dicts(names: Sequence[str], kinds: Sequence[tuple[int, str]], rows: Seque
     return found
 
 
-def check_request(sql: Any, params: Any, timeout: float, limit: int) -> None:
+def check_request(sql: Any, params: Any, branch: Any, as_of: Any, timeout: float, limit: int) -> None:
     """What can't be a query is Invalid before anything looks at it."""
     text("the query", sql, 1 << 20)
+    text("the name of a branch", branch, 1000)
+    if isinstance(as_of, bool) or not isinstance(as_of, int | datetime | None):
+        raise Invalid(f"as_of is a tx number or an aware datetime, not {as_of!r}")
     number = isinstance(timeout, int | float) and isinstance(limit, int) and not isinstance(limit, bool)
     if not number or not 0 < timeout <= LONGEST or limit < 0:
         raise Invalid(f"timeout is a number of seconds up to {LONGEST}, limit a number of rows")
@@ -225,27 +270,41 @@ class Reads:
         self.processes = Processes(catalog.engine, settings) if isolate and catalog.engine.dialect == "sqlite" else None
 
     def query(
-        self, sql: str, params: Mapping[str, Any] | Sequence[Any] | None, branch: str, as_of: int | datetime | None, principal: int, timeout: float | None, limit: int | None, trusted: bool
+        self,
+        sql: str,
+        params: Mapping[str, Any] | Sequence[Any] | None,
+        branch: str,
+        as_of: int | datetime | None,
+        principal: int,
+        timeout: float | None,
+        limit: int | None,
+        trusted: bool,
     ) -> list[dict[str, Any]]:
         """Rows of one SELECT as dicts."""
         seconds = self.settings.query_seconds if timeout is None else timeout
         most = self.settings.query_rows if limit is None else limit
-        check_request(sql, params, seconds, most)
+        check_request(sql, params, branch, as_of, seconds, most)
         if self.processes is not None and not trusted:
             return self.processes.query(sql, params, branch, as_of, principal, seconds, most)
         return as_dicts(*self.raw(sql, params, branch, as_of, principal, time.monotonic() + seconds, most))
 
-    def raw(self, sql: str, params: Any, branch: str, as_of: int | datetime | None, principal: int, deadline: float, most: int) -> Answer:
+    def raw(
+        self,
+        sql: str,
+        params: Any,
+        branch: str,
+        as_of: int | datetime | None,
+        principal: int,
+        deadline: float,
+        most: int,
+    ) -> Answer:
         """The answer of one SELECT, values as the engine gives them."""
-        text("the name of a branch", branch, 1000)
-        if isinstance(as_of, bool) or not isinstance(as_of, int | datetime | None):
-            raise Invalid(f"as_of is a tx number or an aware datetime, not {as_of!r}")
         key = (branch, as_of, principal)
         for _ in range(20):
             reader, used = self._take(key)
             try:
                 answer: Answer = reader.answer(sql, params, deadline, most)
-            except self.engine.stale:
+            except Stale:
                 reader.close()
                 continue
             except (NotFound, Invalid):
@@ -280,7 +339,9 @@ class Reads:
             last, epoch = clock(self.engine, session)
             moment = None if as_of is None else self.catalog.moment(session, as_of, last)
             policy = self.catalog.policy(session, principal, epoch)
-            if branch != "main" and not any(g.effect == "allow" and g.action in ("read", "*") and g.branch in (None, branch) for g in policy.grants):
+            if branch != "main" and not any(
+                g.effect == "allow" and g.action in ("read", "*") and g.branch in (None, branch) for g in policy.grants
+            ):
                 raise no_branch(branch)  # what may not be read is not there
             source = Source(self.catalog, session, self.catalog.branch(session, branch), moment, policy, epoch)
         return self.engine.reader(source), False
@@ -370,8 +431,21 @@ class Processes:
         self._free = threading.Semaphore(settings.readers)
         self.closed = False
 
-    def query(self, sql: str, params: Any, branch: str, as_of: int | datetime | None, principal: int, seconds: float, most: int) -> list[dict[str, Any]]:
-        given = {k: packed(parameter(v)) for k, v in params.items()} if isinstance(params, Mapping) else [packed(parameter(v)) for v in params or ()]
+    def query(
+        self,
+        sql: str,
+        params: Any,
+        branch: str,
+        as_of: int | datetime | None,
+        principal: int,
+        seconds: float,
+        most: int,
+    ) -> list[dict[str, Any]]:
+        given = (
+            {k: packed(parameter(v)) for k, v in params.items()}
+            if isinstance(params, Mapping)
+            else [packed(parameter(v)) for v in params or ()]
+        )
         moment = as_of.isoformat() if isinstance(as_of, datetime) else as_of
         if not self._free.acquire(timeout=max(seconds, 0.01)):
             raise Unavailable("all readers are busy", hint="try again")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -117,7 +117,7 @@ class Entity:
     @cached_property
     def unique_sets(self) -> tuple[tuple[Field, ...], ...]:
         """Every set of fields that must differ from row to row."""
-        sets = [(f,) for f in self.fields if f.uniq]
+        sets: list[tuple[Field, ...]] = [(f,) for f in self.fields if f.uniq]
         sets += [tuple(self.by_id[i] for i in ids) for ids in self.uniques if all(i in self.by_id for i in ids)]
         return tuple(sets)
 
@@ -137,7 +137,10 @@ class Entity:
             try:
                 return f.encoder(what, value, min(limit, most))
             except LimitExceeded:
-                raise LimitExceeded(f"{what}: an indexed value has at most {most} bytes", hint="index a shorter field, e.g. a hash of it") from None
+                raise LimitExceeded(
+                    f"{what}: an indexed value has at most {most} bytes",
+                    hint="index a shorter field, e.g. a hash of it",
+                ) from None
 
         return within
 
@@ -204,7 +207,9 @@ class Schema:
         found = self.by_name.get(name)
         if found is None:
             near = ", ".join(sorted(n for n in self.by_name if n[0] == name[:1]))
-            raise Invalid(f"there is no entity {name!r}", hint=f"did you mean {near}?" if near else "layer schema lists them")
+            raise Invalid(
+                f"there is no entity {name!r}", hint=f"did you mean {near}?" if near else "layer schema lists them"
+            )
         return found
 
 
@@ -242,7 +247,11 @@ def field_values(entity: str, name: str, spec: str | Mapping[str, Any], limit: i
         raise Invalid(f"{what}: {name!r} is a column every entity has already")
     if isinstance(spec, str):
         words = spec.removesuffix("!").split()
-        spec = {"type": words[0] if words else "", "required": spec.endswith("!"), **({"to": words[1]} if len(words) == 2 else {})}
+        spec = {
+            "type": words[0] if words else "",
+            "required": spec.endswith("!"),
+            **({"to": words[1]} if len(words) == 2 else {}),
+        }
     if not isinstance(spec, Mapping):
         raise Invalid(f"{what}: a field is text like 'text!' or a dict with a type")
     kind = spec.get("type")
@@ -252,7 +261,9 @@ def field_values(entity: str, name: str, spec: str | Mapping[str, Any], limit: i
         raise Invalid(f"{what}: there is no type {kind!r}", hint="types: " + ", ".join(TYPES))
     unknown = set(spec) - set(_DEFAULTS) - {"type"}
     if unknown:
-        raise Invalid(f"{what}: {', '.join(sorted(map(str, unknown)))} is not an option of a field", hint=", ".join(_DEFAULTS))
+        raise Invalid(
+            f"{what}: {', '.join(sorted(map(str, unknown)))} is not an option of a field", hint=", ".join(_DEFAULTS)
+        )
     given = {**_DEFAULTS, **spec}
     options: dict[str, Any] = {}
     if kind == "enum":
@@ -280,7 +291,9 @@ def field_values(entity: str, name: str, spec: str | Mapping[str, Any], limit: i
             row["initial"] = str(row["initial"])
         probe = Field(0, 0, name, kind, "x_0", options=options)
         stored = probe.encode(entity, row["initial"], limit)
-        row["initial"] = decode("json" if kind == "json" else "text" if kind in ("date", "datetime", "decimal") else kind, stored)
+        row["initial"] = decode(
+            "json" if kind == "json" else "text" if kind in ("date", "datetime", "decimal") else kind, stored
+        )
     return row
 
 
@@ -306,7 +319,11 @@ def _machine(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
     initial = given["initial"] or next(iter(moves))
     if initial not in moves:
         raise Invalid(f"{what}: initial state {initial!r} is not one of {', '.join(moves)}")
-    return {"initial": initial, "transitions": {s: list(t) for s, t in moves.items()}, "machine": given["machine"] or what}
+    return {
+        "initial": initial,
+        "transitions": {s: list(t) for s, t in moves.items()},
+        "machine": given["machine"] or what,
+    }
 
 
 def field_of(row: Mapping[str, Any]) -> Field:
@@ -319,7 +336,7 @@ def field_of(row: Mapping[str, Any]) -> Field:
     )  # fmt: skip
 
 
-def schema_of(entities: list[Mapping[str, Any]], fields: list[Mapping[str, Any]]) -> Schema:
+def schema_of(entities: Sequence[Mapping[str, Any]], fields: Sequence[Mapping[str, Any]]) -> Schema:
     """The Schema from the rows of `entity` and `field`; the system's own entities come from this file."""
     grouped: dict[int, list[Field]] = {}
     for row in sorted(fields, key=lambda r: r["id"]):
@@ -465,11 +482,35 @@ def _system() -> Schema:
         fields = []
         for place, (label, spec) in enumerate(specs.items()):
             row = _bare_field(name, label, spec)
-            fields.append(field_of({**row, "id": number * 40 + place, "entity": number, "store": f"{label}_{number * 40 + place}", "was": None}))
+            fields.append(
+                field_of(
+                    {
+                        **row,
+                        "id": number * 40 + place,
+                        "entity": number,
+                        "store": f"{label}_{number * 40 + place}",
+                        "was": None,
+                    }
+                )
+            )
         ids = {f.name: f.id for f in fields}
-        entities.append(Entity(number, name, f"{name}_{number}", "entity", True, tuple(tuple(ids[n] for n in u) for u in uniques), tuple(fields), description))
+        entities.append(
+            Entity(
+                number,
+                name,
+                f"{name}_{number}",
+                "entity",
+                True,
+                tuple(tuple(ids[n] for n in u) for u in uniques),
+                tuple(fields),
+                description,
+            )
+        )
     for number, (name, (description, kinds)) in enumerate(_LEDGER.items(), start=len(_ENTITIES) + 1):
-        fields = [Field(number * 40 + place, number, label, kind, f"{label}_{number * 40 + place}") for place, (label, kind) in enumerate(kinds.items())]
+        fields = [
+            Field(number * 40 + place, number, label, kind, f"{label}_{number * 40 + place}")
+            for place, (label, kind) in enumerate(kinds.items())
+        ]
         entities.append(Entity(number, name, f"ledger_{name}", "ledger", True, (), tuple(fields), description))
     return Schema(tuple(entities))
 

@@ -24,7 +24,7 @@ import apsw
 
 from ..errors import Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
-from .engine import LEDGER, LIVE, Session
+from .engine import LEDGER, LIVE, Session, Stale
 from .reads import Answer, Source, as_dicts, shaped
 from .values import DECIMAL_DIGITS, convert, decimal_text, parameter
 
@@ -33,7 +33,13 @@ _COLUMN = {
     "int": "INTEGER", "ref": "INTEGER", "float": "REAL", "bool": "BOOL_INT", "decimal": "DECIMAL_TEXT COLLATE exact",
     "date": "DATE_TEXT", "datetime": "DATETIME_TEXT", "json": "JSON_TEXT", "blob": "BLOB",
 }  # fmt: skip
-DECLARED = {"DECIMAL_TEXT": "decimal", "DATE_TEXT": "date", "DATETIME_TEXT": "datetime", "JSON_TEXT": "json", "BOOL_INT": "bool"}
+DECLARED = {
+    "DECIMAL_TEXT": "decimal",
+    "DATE_TEXT": "date",
+    "DATETIME_TEXT": "datetime",
+    "JSON_TEXT": "json",
+    "BOOL_INT": "bool",
+}
 
 # What raw SQL may call: no files, no state, no randomness that allocates.
 FUNCTIONS = frozenset(
@@ -57,7 +63,12 @@ _LIMITS = {
 
 def _stored(sql: str) -> str:
     """A statement as sqlite_schema keeps it: only its first words are made upper case."""
-    words = {"create table": "CREATE TABLE", "create index if not exists": "CREATE INDEX", "create index": "CREATE INDEX", "create trigger": "CREATE TRIGGER"}
+    words = {
+        "create table": "CREATE TABLE",
+        "create index if not exists": "CREATE INDEX",
+        "create index": "CREATE INDEX",
+        "create trigger": "CREATE TRIGGER",
+    }
     for word, kept in words.items():
         if sql.startswith(word):
             return kept + sql[len(word) :]
@@ -70,15 +81,21 @@ def translated() -> Iterator[None]:
     try:
         yield
     except (apsw.BusyError, apsw.LockedError):
-        raise Unavailable("another writer holds the layer", hint="try again; a long transaction may be open elsewhere") from None
+        raise Unavailable(
+            "another writer holds the layer", hint="try again; a long transaction may be open elsewhere"
+        ) from None
     except apsw.FullError:
         raise Unavailable("the disk is full", hint="free some space; nothing was written, reads go on") from None
     except (apsw.CorruptError, apsw.NotADBError) as error:
         raise Corrupt(f"the layer's file is damaged: {error}", hint="restore a backup") from None
     except apsw.IOError as error:
-        raise Unavailable(f"the layer's file can't be read or written: {error}", hint="is the disk full or gone?") from None
+        raise Unavailable(
+            f"the layer's file can't be read or written: {error}", hint="is the disk full or gone?"
+        ) from None
     except (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError) as error:
-        raise Unavailable(f"the layer's file can't be opened for writing: {error}", hint="check the permissions of .layer/") from None
+        raise Unavailable(
+            f"the layer's file can't be opened for writing: {error}", hint="check the permissions of .layer/"
+        ) from None
     except apsw.NoMemError:
         raise LimitExceeded("the statement needs more memory than it may have") from None
 
@@ -150,8 +167,8 @@ def connect(path: str | Path, settings: Settings, flags: int = apsw.SQLITE_OPEN_
     return connection
 
 
-def _convert(old: str, new: str, value: Any) -> Any:
-    return convert(old, new, value)
+def _convert(*given: Any) -> Any:
+    return convert(*given)
 
 
 if TYPE_CHECKING:
@@ -185,14 +202,8 @@ class SqliteSession:
         """Nothing is read ahead here."""
 
 
-class Stale(Exception):
-    """A view was made before the schema or a policy changed; make it anew."""
-
-
 class SqliteEngine:
     """A layer in a directory."""
-
-    stale = Stale
 
     dialect: Literal["sqlite"] = "sqlite"
     schema_prefix = "main."
@@ -247,7 +258,9 @@ class SqliteEngine:
         with translated():
             self._writer.execute("begin immediate")
             if not new:
-                self._session.clock = self._session.one("select tx, next_id, epoch, at, hash from ledger_clock where one = 1")
+                self._session.clock = self._session.one(
+                    "select tx, next_id, epoch, at, hash from ledger_clock where one = 1"
+                )
         return self._session
 
     def commit(self, session: Session) -> None:
@@ -290,7 +303,9 @@ class SqliteEngine:
     def inside(self, tx: Tx, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
         """A guarded query within the write transaction, which sees what it has written."""
         assert self._writer is not None
-        source = Source(tx.work.catalog, tx.session, tx.work.catalog.branch(tx.session, tx.name), None, tx.policy, tx.work.version)
+        source = Source(
+            tx.work.catalog, tx.session, tx.work.catalog.branch(tx.session, tx.name), None, tx.policy, tx.work.version
+        )
         reader = Reader(self._writer, source)
         try:
             return as_dicts(*reader.answer(sql, params, deadline, limit))
@@ -380,13 +395,19 @@ class SqliteEngine:
             made = there.get(store + suffix)
             if made is None:
                 yield f"table {store}{suffix} is missing"
-            elif not any(made == self._grown(store + suffix, columns, first) for first in {0, len(columns), *range(len(columns))}):
+            elif not any(
+                made == self._grown(store + suffix, columns, first) for first in {0, len(columns), *range(len(columns))}
+            ):
                 yield f"table {store}{suffix} is not made as it should be"
         for name, made in there.items():
             if name.startswith((f"{store}_i_", f"{store}__h_id")):
                 on = name.removeprefix(f"{store}_i_").split("_")
                 listed = [c for n in on for c, _ in columns if c.endswith(f"_{n}")]
-                index = f"create index {name} on {store}__h(id)" if name == f"{store}__h_id" else f"create index {name} on {store}({', '.join(listed)})"
+                index = (
+                    f"create index {name} on {store}__h(id)"
+                    if name == f"{store}__h_id"
+                    else f"create index {name} on {store}({', '.join(listed)})"
+                )
                 if made != _stored(index):
                     yield f"index {name} is not made as it should be"
 
@@ -499,7 +520,8 @@ class Reader:
             self.connection.execute(f"drop view if exists temp.{name}")
         self.connection.create_scalar_function(f"_fresh_{self.nonce}", None, 1)
 
-    def _fresh(self, epoch: int) -> int:
+    def _fresh(self, *given: Any) -> int:
+        (epoch,) = given
         if type(self.source.epoch) is int and epoch != self.source.epoch:  # a draft is read by the tx that makes it
             raise Stale
         return 1
@@ -527,12 +549,22 @@ class Reader:
             allowed = True
         elif op == apsw.SQLITE_FUNCTION:
             name = (second or "").lower()
-            allowed = name in FUNCTIONS or (name in (f"_fresh_{self.nonce}", "layer_convert") and (view in self.base or view in self.governed))
+            allowed = name in FUNCTIONS or (
+                name in (f"_fresh_{self.nonce}", "layer_convert") and (view in self.base or view in self.governed)
+            )
         elif op == apsw.SQLITE_READ:
             if database == "main":
-                allowed = view in self.base or (view in self.governed and first == "ledger_clock") or (first or "").lower() in TABLE_FUNCTIONS
+                allowed = (
+                    view in self.base
+                    or (view in self.governed and first == "ledger_clock")
+                    or (first or "").lower() in TABLE_FUNCTIONS
+                )
             elif database == "temp":
-                allowed = first in self.public or (first in self.governed and (view in self.public or view in self.governed)) or (first in self.base and (view in self.governed or view in self.base or view in self.public))
+                allowed = (
+                    first in self.public
+                    or (first in self.governed and (view in self.public or view in self.governed))
+                    or (first in self.base and (view in self.governed or view in self.base or view in self.public))
+                )
             else:  # a common table expression or subquery of the statement itself
                 allowed = database is None and bool(second)
             if not second and not allowed:
@@ -587,7 +619,11 @@ class Reader:
         """Names, special columns and rows of one SELECT."""
         self.deadline = deadline
         if params:
-            params = {k: parameter(v) for k, v in params.items()} if isinstance(params, Mapping) else tuple(map(parameter, params))
+            params = (
+                {k: parameter(v) for k, v in params.items()}
+                if isinstance(params, Mapping)
+                else tuple(map(parameter, params))
+            )
         self.guarding, self.text, self.denied = True, sql.lower(), None
         try:
             return self._answer(sql, params, limit)
@@ -613,7 +649,9 @@ class Reader:
                 rows = list(islice(cursor, limit + 1))
                 if len(rows) > limit:
                     cursor.close(True)
-                    raise LimitExceeded(f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit=")
+                    raise LimitExceeded(
+                        f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit="
+                    )
                 return *shape, rows
             except apsw.SQLError as error:
                 text = str(error)
@@ -630,8 +668,20 @@ class Reader:
             except apsw.ReadOnlyError:
                 raise Invalid("a query can't change anything", hint="write with insert, update and delete") from None
             except (apsw.BindingsError, TypeError, KeyError) as error:
-                raise Invalid(f"the parameters do not fit the statement: {str(error).splitlines()[0]}", hint="parameters are named, as in :name, and given in a dict") from None
-            except (apsw.BusyError, apsw.LockedError, apsw.FullError, apsw.CorruptError, apsw.NotADBError, apsw.IOError, apsw.CantOpenError, apsw.NoMemError):
+                raise Invalid(
+                    f"the parameters do not fit the statement: {str(error).splitlines()[0]}",
+                    hint="parameters are named, as in :name, and given in a dict",
+                ) from None
+            except (
+                apsw.BusyError,
+                apsw.LockedError,
+                apsw.FullError,
+                apsw.CorruptError,
+                apsw.NotADBError,
+                apsw.IOError,
+                apsw.CantOpenError,
+                apsw.NoMemError,
+            ):
                 with translated():
                     raise
             except apsw.Error as error:
@@ -641,9 +691,15 @@ class Reader:
         """SQLite's complaint without our inner names."""
         name = text.removeprefix("no such table: ") if text.startswith("no such table: ") else self.denied
         if name is not None and self.nonce not in name:
-            return NotFound(f"there is no entity {name.removeprefix('main.').removeprefix('temp.')!r} to read", hint="layer schema lists what there is")
+            return NotFound(
+                f"there is no entity {name.removeprefix('main.').removeprefix('temp.')!r} to read",
+                hint="layer schema lists what there is",
+            )
         if self.nonce in text or "prohibited" in text or "not authorized" in text:
-            return NotFound("the statement reaches for something that is not there", hint="query entities by their names; layer schema lists them")
+            return NotFound(
+                "the statement reaches for something that is not there",
+                hint="query entities by their names; layer schema lists them",
+            )
         return Invalid(f"the query can't be run: {text}")
 
 
@@ -652,4 +708,4 @@ def version() -> str:
     return apsw.sqlite_lib_version()
 
 
-__all__ = ["LIVE", "Reader", "SqliteEngine", "Stale", "connect", "translated", "version"]
+__all__ = ["LIVE", "Reader", "SqliteEngine", "connect", "translated", "version"]

@@ -13,7 +13,6 @@ from .schema import MAIN, Entity, Field, column_number
 from .values import Stored, convert
 from .views import Chain, arm_count, arms
 
-
 CHUNK = 500  # rows read with one statement
 
 
@@ -81,7 +80,9 @@ class Table:
         sql = self._sql.get("insert")
         if sql is None:
             names = "".join(f", {name}" for name in self.index)
-            sql = self._sql["insert"] = f"insert into {self.engine.schema_prefix}{self.store}(id, _tx{names}) values ({marks(len(self.index) + 2)})"
+            sql = self._sql["insert"] = (
+                f"insert into {self.engine.schema_prefix}{self.store}(id, _tx{names}) values ({marks(len(self.index) + 2)})"
+            )
         session.run(sql, [number, tx, *self.natives(values)])
 
     def update(self, session: Session, number: int, tx: int, places: tuple[int, ...], values: Sequence[Stored]) -> None:
@@ -94,20 +95,29 @@ class Table:
         session.run(sql, [*(native(self.kinds[place], values[place]) for place in places), tx, number])
 
     def delete(self, session: Session, number: int, tx: int) -> None:
-        session.run(f"update {self.engine.schema_prefix}ledger_clock set tx = ?", (tx,))  # the trigger closes the version with it
+        session.run(
+            f"update {self.engine.schema_prefix}ledger_clock set tx = ?", (tx,)
+        )  # the trigger closes the version with it
         session.run(f"delete from {self.engine.schema_prefix}{self.store} where id = ?", (number,))
 
-    def put(self, session: Session, branch: int, number: int, tx: int, values: Sequence[Stored] | None, again: bool) -> None:
+    def put(
+        self, session: Session, branch: int, number: int, tx: int, values: Sequence[Stored] | None, again: bool
+    ) -> None:
         """A branch's own version of a row (None: deleted); `again` when this tx has written it before."""
         at, store = self.engine.schema_prefix, self.store
         if again:
             session.run(f"delete from {at}{store}__d where branch = ? and id = ? and tx_from = ?", (branch, number, tx))
         else:
-            session.run(f"update {at}{store}__d set tx_to = ? where branch = ? and id = ? and tx_to = {LIVE}", (tx, branch, number))
+            session.run(
+                f"update {at}{store}__d set tx_to = ? where branch = ? and id = ? and tx_to = {LIVE}",
+                (tx, branch, number),
+            )
         sql = self._sql.get("put")
         if sql is None:
             names = "".join(f", {name}" for name in self.index)
-            sql = self._sql["put"] = f"insert into {at}{store}__d(branch, id, tx_from, tx_to, del{names}) values ({marks(len(self.index) + 5)})"
+            sql = self._sql["put"] = (
+                f"insert into {at}{store}__d(branch, id, tx_from, tx_to, del{names}) values ({marks(len(self.index) + 5)})"
+            )
         kept = [None] * len(self.kinds) if values is None else self.natives(values)
         session.run(sql, [branch, number, tx, LIVE, int(values is None), *kept])
 

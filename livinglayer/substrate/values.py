@@ -224,7 +224,9 @@ _CONVERT: dict[tuple[str, str], Callable[[Any], Stored]] = {
     ("state", "text"): str,
     ("text", "enum"): str,
     ("text", "int"): lambda v: int(v) if re.fullmatch(r"-?[0-9]{1,18}", v) else None,
-    ("text", "decimal"): lambda v: decimal_text(Decimal(v)) if re.fullmatch(r"-?[0-9]{1,300}(\.[0-9]{1,300})?", v) else None,
+    ("text", "decimal"): lambda v: (
+        decimal_text(Decimal(v)) if re.fullmatch(r"-?[0-9]{1,300}(\.[0-9]{1,300})?", v) else None
+    ),
 }
 
 

@@ -58,7 +58,9 @@ def verify(catalog: Catalog) -> Report:
 def _verify(catalog: Catalog, session: Session, report: Report) -> None:
     engine = catalog.engine
     at = engine.schema_prefix
-    clocks = session.all(f"select tx, next_id, epoch, {engine.portable('at', 'datetime')}, hash, seal, one from {at}ledger_clock")
+    clocks = session.all(
+        f"select tx, next_id, epoch, {engine.portable('at', 'datetime')}, hash, seal, one from {at}ledger_clock"
+    )
     if not clocks:
         report.add(None, "the layer has no clock")
         return
@@ -118,7 +120,9 @@ def _verify(catalog: Catalog, session: Session, report: Report) -> None:
 
 
 def _changes(engine: Any, session: Session) -> Iterator[tuple[Any, ...]]:
-    return session.stream(f"select branch, tx, entity, id, op, image from {engine.schema_prefix}ledger_change order by tx, entity, id")
+    return session.stream(
+        f"select branch, tx, entity, id, op, image from {engine.schema_prefix}ledger_change order by tx, entity, id"
+    )
 
 
 def _facts(engine: Any, session: Session) -> Iterator[tuple[int, tuple[str, list[Any]]]]:
@@ -128,7 +132,10 @@ def _facts(engine: Any, session: Session) -> Iterator[tuple[int, tuple[str, list
         columns = LEDGER[table][0]
         shown = ", ".join(engine.portable(name, kind) for name, kind in columns)
         place = [name for name, _ in columns].index("tx")
-        found += [(row[place], (table, list(row))) for row in session.all(f"select {shown} from {engine.schema_prefix}{table}")]
+        found += [
+            (row[place], (table, list(row)))
+            for row in session.all(f"select {shown} from {engine.schema_prefix}{table}")
+        ]
     return iter(sorted(found, key=lambda f: f[0]))
 
 
@@ -160,7 +167,9 @@ def _images(catalog: Catalog, session: Session, report: Report, horizon: int) ->
             f"select {MAIN}, x.id, x.tx_from, x.tx_to, 0{picked} from {at}{store}__h x",
             f"select x.branch, x.id, x.tx_from, x.tx_to, x.del{picked} from {at}{store}__d x",
         ]
-        recorded = session.stream(f"select branch, id, tx, op, image from {at}ledger_change where entity = {number} order by branch, id, tx")
+        recorded = session.stream(
+            f"select branch, id, tx, op, image from {at}ledger_change where entity = {number} order by branch, id, tx"
+        )
         versions = session.stream(" union all ".join(arms) + " order by 1, 2, 3")
         version = next(versions, None)
         previous: tuple[int, int] | None = None
@@ -181,20 +190,28 @@ def _images(catalog: Catalog, session: Session, report: Report, horizon: int) ->
                 continue
             if not here:
                 tail = None
-                if not (branch == MAIN and tx <= horizon and _superseded(session, at, number, branch, row_id, tx, horizon)):
+                if not (
+                    branch == MAIN and tx <= horizon and _superseded(session, at, number, branch, row_id, tx, horizon)
+                ):
                     report.add(tx, f"tx {tx}: the version of {store}/{row_id} it wrote is missing")
                 continue
             assert version is not None
             report.rows += 1
             values = list(version[5:])
             wanted = GONE if version[4] else table.image(values)
-            if wanted != bytes(image) or bool(version[4]) != (op == "d") or (version[4] and any(v is not None for v in values)):
+            if (
+                wanted != bytes(image)
+                or bool(version[4]) != (op == "d")
+                or (version[4] and any(v is not None for v in values))
+            ):
                 report.add(tx, f"tx {tx}: {store}/{row_id} is not what was written")
             tail = version[3]
             if version[3] != LIVE and version[3] <= tx:
                 report.add(tx, f"tx {tx}: the version of {store}/{row_id} ends before it begins")
             if version[3] != LIVE and not session_has(session, at, branch, version[3], number, row_id):
-                report.add(version[3], f"tx {version[3]}: it is said to end a version of {store}/{row_id} and did not touch it")
+                report.add(
+                    version[3], f"tx {version[3]}: it is said to end a version of {store}/{row_id} and did not touch it"
+                )
             version = next(versions, None)
         while version is not None:
             report.add(version[2], f"tx {version[2]}: a version of {store}/{version[1]} that nothing recorded")
@@ -202,12 +219,21 @@ def _images(catalog: Catalog, session: Session, report: Report, horizon: int) ->
 
 
 def session_has(session: Session, at: str, branch: int, tx: int, entity: int, row_id: int) -> bool:
-    return session.one(f"select 1 from {at}ledger_change where branch = ? and tx = ? and entity = ? and id = ?", (branch, tx, entity, row_id)) is not None
+    return (
+        session.one(
+            f"select 1 from {at}ledger_change where branch = ? and tx = ? and entity = ? and id = ?",
+            (branch, tx, entity, row_id),
+        )
+        is not None
+    )
 
 
 def _superseded(session: Session, at: str, entity: int, branch: int, row_id: int, tx: int, horizon: int) -> bool:
     """Whether a missing version may have been pruned: a later change of the row lies before the horizon too."""
-    row = session.one(f"select min(tx) from {at}ledger_change where branch = ? and entity = ? and id = ? and tx > ?", (branch, entity, row_id, tx))
+    row = session.one(
+        f"select min(tx) from {at}ledger_change where branch = ? and entity = ? and id = ? and tx > ?",
+        (branch, entity, row_id, tx),
+    )
     return row is not None and row[0] is not None and row[0] <= horizon
 
 
@@ -240,7 +266,11 @@ def _kinds(catalog: Catalog, session: Session) -> dict[str, str]:
     store, kind = field.by_name["store"].store, field.by_name["type"].store
     found = {f.store: f.type for e in SYSTEM.entities for f in e.fields}
     for suffix in ("", "__h", "__d"):
-        found |= dict(session.all(f"select {store}, {kind} from {engine.schema_prefix}{field.store}{suffix} where {store} is not null"))
+        found |= dict(
+            session.all(
+                f"select {store}, {kind} from {engine.schema_prefix}{field.store}{suffix} where {store} is not null"
+            )
+        )
     return found
 
 

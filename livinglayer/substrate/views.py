@@ -31,7 +31,9 @@ class Level:
 Chain = tuple[Level, ...]  # the nearest first, main last
 
 
-def arms(engine: Engine, store: str, chain: Chain, columns: Sequence[str], version: bool = False, where: str = "") -> str:
+def arms(
+    engine: Engine, store: str, chain: Chain, columns: Sequence[str], version: bool = False, where: str = ""
+) -> str:
     """The rows of a table set as a chain sees them; `columns` and `where` speak of the row as x."""
     at = engine.schema_prefix
     picked = ", ".join(["x.id", *columns])
@@ -40,15 +42,21 @@ def arms(engine: Engine, store: str, chain: Chain, columns: Sequence[str], versi
         held = f"x.tx_to = {LIVE}" if level.cut is None else f"x.tx_from <= {level.cut} and x.tx_to > {level.cut}"
         shadow = _unshadowed(engine, store, chain[:depth])
         extra = ", x.tx_from as _tx" if version else ""
-        selects.append(f"select {picked}{extra} from {at}{store}__d x where x.branch = {level.branch} and {held} and x.del = 0{shadow}{where}")
+        selects.append(
+            f"select {picked}{extra} from {at}{store}__d x where x.branch = {level.branch} and {held} and x.del = 0{shadow}{where}"
+        )
     cut, shadow = chain[-1].cut, _unshadowed(engine, store, chain[:-1])
     if cut is None:
         extra = ", x._tx" if version else ""
-        selects.append(f"select {picked}{extra} from {at}{store} x" + (f" where true{shadow}{where}" if shadow or where else ""))
+        selects.append(
+            f"select {picked}{extra} from {at}{store} x" + (f" where true{shadow}{where}" if shadow or where else "")
+        )
     else:
         extra, closed = (", x._tx", ", x.tx_from") if version else ("", "")
         selects.append(f"select {picked}{extra} from {at}{store} x where x._tx <= {cut}{shadow}{where}")
-        selects.append(f"select {picked}{closed} from {at}{store}__h x where x.tx_to > {cut} and x.tx_from <= {cut}{shadow}{where}")
+        selects.append(
+            f"select {picked}{closed} from {at}{store}__h x where x.tx_to > {cut} and x.tx_from <= {cut}{shadow}{where}"
+        )
     return " union all ".join(selects)
 
 
@@ -74,7 +82,9 @@ def base_sql(engine: Engine, entity: Entity, chain: Chain) -> str:
     """An entity under its own field names, as a chain sees it, before grants."""
     if entity.kind == "ledger":
         return ledger_sql(engine, entity.name)
-    return arms(engine, entity.store, chain, [f"{field_sql(engine, f, engine.shown)} as {f.name}" for f in entity.fields])
+    return arms(
+        engine, entity.store, chain, [f"{field_sql(engine, f, engine.shown)} as {f.name}" for f in entity.fields]
+    )
 
 
 def history_sql(engine: Engine, entity: Entity, chain: Chain) -> str:
@@ -85,7 +95,10 @@ def history_sql(engine: Engine, entity: Entity, chain: Chain) -> str:
     for depth, level in enumerate(chain):
         within = "" if level.cut is None else f" and {{}} <= {level.cut}"
         # A version a nearer branch replaced ended, for this chain, when that branch first touched the row.
-        ends = [f"(select min(o.tx_from) from {at}{entity.store}__d o where o.branch = {n.branch} and o.id = x.id)" for n in chain[:depth]]
+        ends = [
+            f"(select min(o.tx_from) from {at}{entity.store}__d o where o.branch = {n.branch} and o.id = x.id)"
+            for n in chain[:depth]
+        ]
         past = f"x.tx_to < {LIVE}" if level.cut is None else f"x.tx_to <= {level.cut}"
         closed = f"case when {past} then x.tx_to end"
         ended = f"coalesce({', '.join([closed, *ends])})" if ends else closed
@@ -93,11 +106,19 @@ def history_sql(engine: Engine, entity: Entity, chain: Chain) -> str:
         act = f"(select c.op from {at}ledger_change c where c.branch = {level.branch} and c.tx = {{}} and c.entity = {number} and c.id = x.id)"
         null = engine.null_tx
         if level.branch == MAIN:
-            parts.append(f"select x.id{fields}, x._tx as tx, {alive if ends else null} as tx_end, {act.format('x._tx')} as op, {MAIN} as b from {at}{entity.store} x where true{within.format('x._tx')}")
-            parts.append(f"select x.id{fields}, x.tx_from, {ended}, {act.format('x.tx_from')}, {MAIN} from {at}{entity.store}__h x where true{within.format('x.tx_from')}")
-            parts.append(f"select x.id{fields}, c.tx, c.tx, 'd', {MAIN} from {at}{entity.store}__h x join {at}ledger_change c on c.branch = {MAIN} and c.tx = x.tx_to and c.entity = {number} and c.id = x.id and c.op = 'd' where true{within.format('x.tx_to')}")
+            parts.append(
+                f"select x.id{fields}, x._tx as tx, {alive if ends else null} as tx_end, {act.format('x._tx')} as op, {MAIN} as b from {at}{entity.store} x where true{within.format('x._tx')}"
+            )
+            parts.append(
+                f"select x.id{fields}, x.tx_from, {ended}, {act.format('x.tx_from')}, {MAIN} from {at}{entity.store}__h x where true{within.format('x.tx_from')}"
+            )
+            parts.append(
+                f"select x.id{fields}, c.tx, c.tx, 'd', {MAIN} from {at}{entity.store}__h x join {at}ledger_change c on c.branch = {MAIN} and c.tx = x.tx_to and c.entity = {number} and c.id = x.id and c.op = 'd' where true{within.format('x.tx_to')}"
+            )
         else:
-            parts.append(f"select x.id{fields}, x.tx_from as tx, case when x.del = 1 then x.tx_from else {ended} end as tx_end, {act.format('x.tx_from')} as op, {level.branch} as b from {at}{entity.store}__d x where x.branch = {level.branch}{within.format('x.tx_from')}")
+            parts.append(
+                f"select x.id{fields}, x.tx_from as tx, case when x.del = 1 then x.tx_from else {ended} end as tx_end, {act.format('x.tx_from')} as op, {level.branch} as b from {at}{entity.store}__d x where x.branch = {level.branch}{within.format('x.tx_from')}"
+            )
     names = ", ".join(["v.id", *(f"v.{f.name}" for f in entity.fields)])
     branch, principal = _name(engine, "branch", "v.b"), _name(engine, "principal", "t.principal")
     op = "case v.op when 'i' then 'insert' when 'u' then 'update' when 'd' then 'delete' end"
@@ -173,7 +194,16 @@ class ReadRule:
         return not self.denies and any(not where and fields is None for where, fields in self.allows)
 
 
-def governed_sql(engine: Engine, columns: Sequence[str], source: str, rule: ReadRule, relation: Callable[[str], str], extra: Sequence[tuple[Predicate, Me]], fixed: Sequence[str] = (), blank: Sequence[str] = ()) -> str | None:
+def governed_sql(
+    engine: Engine,
+    columns: Sequence[str],
+    source: str,
+    rule: ReadRule,
+    relation: Callable[[str], str],
+    extra: Sequence[tuple[Predicate, Me]],
+    fixed: Sequence[str] = (),
+    blank: Sequence[str] = (),
+) -> str | None:
     """A view's SQL over `source` with a rule's rows and fields (and a slice's rows); None when nothing may be seen.
 
     Columns the rule does not name are left out, or null in the rows in which another condition hides them; `fixed`
