@@ -276,10 +276,9 @@ def _apply(work: Work, tx: Tx, branch: Branch, plan: _Plan, resolutions: dict[An
     if schema_rows and not plan.conflicts:
         work.changed_governing(tx.number)
         _retarget(tx, base.schema, theirs.schema)
-        if tx.branch == MAIN:
-            for entity in tx.schema.entities:
-                if not entity.system:
-                    ensure_indexes(work.engine, work.session, entity)
+        for entity in tx.schema.entities:
+            if not entity.system:
+                ensure_indexes(work.engine, work.session, entity)
     _merge_rows(work, tx, [c for c in changed if c[0] not in first], base, ours, theirs, plan, resolutions)
     for entity, row_id in plan.removed:  # what still refers to a removed row, as in a delete
         for other, f in tx.schema.referring.get(entity.name, ()):

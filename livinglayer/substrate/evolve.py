@@ -10,7 +10,7 @@ from ..errors import Conflict, Invalid, NotFound
 from .engine import Engine, Session
 from .ledger import Tx, Work
 from .predicates import compile_predicate
-from .schema import MAIN, SYSTEM, Entity, Field, check_entity_name, check_name, field_of, field_values, with_field
+from .schema import SYSTEM, Entity, Field, check_entity_name, check_name, field_of, field_values, with_field
 from .values import convertible
 from .views import arms
 
@@ -118,19 +118,23 @@ def new_column(work: Work, store: str, column: str, kind: str) -> None:
 
 
 def ensure_indexes(engine: Engine, session: Session, entity: Entity) -> None:
-    """Main's head has an index for each field that asks for one, is unique, or refers."""
+    """An index for each field that asks for one, is unique, or refers; where people search, in the past and on branches too."""
     at = engine.index_prefix
     sets: list[tuple[Field, ...]] = [(f,) for f in entity.fields if f.indexed or f.uniq or f.type == "ref"]
     sets += [fields for fields in entity.unique_sets if len(fields) > 1]
     for fields in sets:
         label = "_".join(str(f.number) for f in fields)
-        session.run(
-            f"create index if not exists {entity.store}_i_{label} on {at}{entity.store}({', '.join(f.store for f in fields)})"
-        )
+        listed = ", ".join(f.store for f in fields)
+        session.run(f"create index if not exists {entity.store}_i_{label} on {at}{entity.store}({listed})")
+        if fields[0].indexed or fields[0].uniq:
+            session.run(f"create index if not exists {entity.store}__h_i_{label} on {at}{entity.store}__h({listed})")
+            session.run(
+                f"create index if not exists {entity.store}__d_i_{label} on {at}{entity.store}__d(branch, {listed})"
+            )
 
 
 def _settle(tx: Tx, number: int) -> None:
-    if tx.branch == MAIN and number in tx.schema.by_id:
+    if number in tx.schema.by_id:
         ensure_indexes(tx.engine, tx.session, tx.schema.by_id[number])
 
 

@@ -671,7 +671,7 @@ class Reader:
         self.engine, self.connection, self.source, self.role = engine, connection, source, role
         past = source.as_of is not None
         # Which tx is read is a setting of the session, so that every moment shares its views; only data moves with it.
-        moment = "current_setting('livinglayer.as_of')::bigint" if past else None
+        moment = "(select current_setting('livinglayer.as_of')::bigint)" if past else None
         if past:
             first = source.chain[0]
             source.chain = (type(first)(first.branch, moment), *source.chain[1:])

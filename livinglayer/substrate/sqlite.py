@@ -400,15 +400,12 @@ class SqliteEngine:
             ):
                 yield f"table {store}{suffix} is not made as it should be"
         for name, made in there.items():
-            if name.startswith((f"{store}_i_", f"{store}__h_id")):
-                on = name.removeprefix(f"{store}_i_").split("_")
-                listed = [c for n in on for c, _ in columns if c.endswith(f"_{n}")]
-                index = (
-                    f"create index {name} on {store}__h(id)"
-                    if name == f"{store}__h_id"
-                    else f"create index {name} on {store}({', '.join(listed)})"
-                )
-                if made != _stored(index):
+            for suffix, first in (("", []), ("__h", []), ("__d", ["branch"])):
+                on = name.removeprefix(f"{store}{suffix}_i_")
+                if on == name and name != f"{store}{suffix}_id":
+                    continue
+                listed = ["id"] if on == name else [c for n in on.split("_") for c, _ in columns if c.endswith(f"_{n}")]
+                if made != _stored(f"create index {name} on {store}{suffix}({', '.join([*first, *listed])})"):
                     yield f"index {name} is not made as it should be"
 
     def _grown(self, table: str, columns: Sequence[tuple[str, str]], first: int) -> str:
