@@ -451,13 +451,15 @@ class Layer(Writes):
             give()
 
     def schema(self, branch: str = "main", as_of: Moment = None) -> Schema:
-        """The entities and fields of a branch."""
+        """The entities and fields of a branch, those this handle's principal may read something of."""
         with self.engine.reading() as session:
             last, epoch = clock(self.engine, session)
             moment = None if as_of is None else self._catalog.moment(session, as_of, last)
-            return self._catalog.schema(
-                session, self._catalog.chain(session, self._catalog.branch(session, branch), moment), epoch
-            )
+            chain = self._catalog.chain(session, self._catalog.branch(session, branch), moment)
+            found, policy = self._catalog.schema(session, chain, epoch), self._mine(session)
+            if policy.sovereign():
+                return found
+            return Schema(tuple(e for e in found.entities if policy.rules("read", found, e, branch).allows))
 
     # Schema
 
@@ -620,9 +622,11 @@ class Layer(Writes):
         """Whether a principal may do something, with the permission rows that decide: now, or as they were."""
         with self.engine.reading() as session:
             last, epoch = clock(self.engine, session)
-            moment = None if as_of is None else self._catalog.moment(session, as_of, last)
+            moment = None if as_of is None else self._catalog.moment(session, as_of, last, pruned=True)
             try:
                 number = int(self._catalog.principal(session, principal)["id"])
+                if number != self._me and not self._mine(session).sovereign():
+                    raise NotFound("whom others may do what is for an owner to ask")
             except NotFound:
                 return Decision(False, [], f"there is no principal {principal!r}")
             policy = self._catalog.policy(session, number, epoch, moment)
@@ -636,6 +640,7 @@ class Layer(Writes):
 
     def backup(self, destination: str | os.PathLike[str]) -> Path:
         """A copy as it is now, while others write: a directory that is itself an embedded layer."""
+        self._only_owner("back up the layer")
         return make_backup(self.engine, Path(destination), self.settings)
 
     def export(
@@ -669,11 +674,32 @@ class Layer(Writes):
         return prune_history(self._ledger, self._execution(None), before, reason)
 
     def blob(self, digest: str) -> bytes:
-        """The content of a file field."""
-        data = self.engine.get_blob(digest)
+        """The content of a file field of a row that this handle's principal may read."""
+        data = self.engine.get_blob(digest) if self._names(digest) else None
         if data is None:
             raise NotFound(f"there is no content {digest!r}")
         return data
+
+    def _names(self, digest: str) -> bool:
+        """Whether a row this principal may read names a content."""
+        if self._me == OWNER:
+            return True
+        for entity in self.schema().entities:
+            for f in entity.fields:
+                if f.type == "file":
+                    try:
+                        if self.query(
+                            f"select 1 as n from {entity.name} where {f.name} = :digest limit 1", {"digest": digest}
+                        ):
+                            return True
+                    except (NotFound, Invalid):  # not a field of this principal's
+                        continue
+        return False
+
+    def _only_owner(self, act: str) -> None:
+        with self.engine.reading() as session:
+            if not self._mine(session).sovereign():
+                raise Denied(f"only an owner may {act}")
 
     def close(self) -> None:
         """End this handle's executions and let go of the database."""

@@ -30,7 +30,8 @@ def principal(
     token: str | None = None,
 ) -> int:
     """Make a principal, or change what is given of it."""
-    _may(tx, "principal")
+    if not tx.policy.sovereign():  # who can give roles and tokens can give itself everything
+        raise Denied(f"{tx.policy.me['name']} may not change principals: only an owner may")
     number = _find(tx, name)
     values: dict[str, Any] = {
         k: v for k, v in (("kind", kind), ("attributes", attributes), ("token", token)) if v is not None
@@ -42,11 +43,6 @@ def principal(
     if roles is not None:
         _hold(tx, number, roles)
     return number
-
-
-def _may(tx: Tx, what: str) -> None:
-    if not tx.policy.sovereign():
-        tx.policy.require("grant", "*", tx.name)
 
 
 def _find(tx: Tx, name: Any) -> int | None:

@@ -82,7 +82,15 @@ def transfer(source: Engine, session: Session, target: Engine) -> None:
         for sql in target.ledger_tables():
             into.run(sql)
         for name, (columns, _, _) in LEDGER.items():
-            _copy(source, session, target, into, name, list(columns))
+            _copy(
+                source,
+                session,
+                target,
+                into,
+                name,
+                list(columns),
+                " where key <> 'reader_key'" if name == "meta" else "",
+            )
         for store in _stores(Catalog(source), session).values():
             columns = [c for c in source.columns(session, store) if c[0] not in ("id", "_tx")]
             for sql in target.tables(store, columns):
@@ -99,14 +107,20 @@ def transfer(source: Engine, session: Session, target: Engine) -> None:
 
 
 def _copy(
-    source: Engine, session: Session, target: Engine, into: Session, table: str, columns: list[tuple[str, str]]
+    source: Engine,
+    session: Session,
+    target: Engine,
+    into: Session,
+    table: str,
+    columns: list[tuple[str, str]],
+    where: str = "",
 ) -> None:
     shown = ", ".join(source.portable(name, kind) for name, kind in columns)
     names = ", ".join(name for name, _ in columns)
     sql = f"insert into {target.schema_prefix}{table}({names}) values ({marks(len(columns))})"
     kinds = [kind for _, kind in columns]
     batch: list[list[object]] = []
-    for row in session.stream(f"select {shown} from {source.schema_prefix}{table}"):
+    for row in session.stream(f"select {shown} from {source.schema_prefix}{table}{where}"):
         batch.append([target.native(kind, value) for kind, value in zip(kinds, row, strict=True)])
         if len(batch) == BATCH:
             into.many(sql, batch)

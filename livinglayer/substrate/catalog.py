@@ -183,8 +183,25 @@ class Catalog:
 
     # Time
 
-    def moment(self, session: Session, as_of: int | datetime, last: int) -> int:
-        """The tx that `as_of` means. Times of txs never go back, so a time is found by halving."""
+    def time_of(self, session: Session, tx: int) -> datetime:
+        """When a tx was."""
+        at = self.engine.portable("at", "datetime")
+        row = session.one(f"select {at} from {self.engine.schema_prefix}ledger_tx where tx = ?", (tx,))
+        assert row is not None
+        return datetime.fromisoformat(row[0])
+
+    def moment(self, session: Session, as_of: int | datetime, last: int, pruned: bool = False) -> int:
+        """The tx that `as_of` means; Invalid where rows of that time may be `pruned`, unless that does not matter."""
+        found = self._moment(session, as_of, last)
+        row = session.one(f"select max(horizon) from {self.engine.schema_prefix}ledger_prune")
+        if not pruned and row is not None and row[0] is not None and found < row[0]:
+            raise Invalid(
+                f"history before tx {row[0]} was pruned", hint=f"the earliest moment to ask for is tx {row[0]}"
+            )
+        return found
+
+    def _moment(self, session: Session, as_of: int | datetime, last: int) -> int:
+        # Times of txs never go back, so a time is found by halving.
         if isinstance(as_of, bool) or not isinstance(as_of, int | datetime):
             raise Invalid(f"as_of is a tx number or an aware datetime, not {as_of!r}")
         if isinstance(as_of, int):

@@ -26,16 +26,16 @@ LEDGER: dict[str, tuple[list[tuple[str, str]], list[str], list[list[str]]]] = {
         ["branch", "tx", "entity", "id"], [],
     ),
     "ledger_execution": (
-        [("id", "int"), ("principal", "int"), ("parent", "int"), ("box", "text"), ("kind", "text"), ("scope", "text"),
+        [("id", "int"), ("principal", "int"), ("parent", "int"), ("box", "text"), ("kind", "text"), ("scope", "json"),
          ("reason", "text"), ("trace", "text"), ("started", "datetime"), ("tx", "int")],
         ["id"], [["tx"], ["parent"]],
     ),
     "ledger_outcome": (
-        [("execution", "int"), ("status", "text"), ("finished", "datetime"), ("result", "text"), ("tx", "int")],
+        [("execution", "int"), ("status", "text"), ("finished", "datetime"), ("result", "json"), ("tx", "int")],
         ["execution"], [["tx"]],
     ),
     "ledger_step": (
-        [("execution", "int"), ("n", "int"), ("kind", "text"), ("detail", "text"), ("at", "datetime"), ("tx", "int")],
+        [("execution", "int"), ("n", "int"), ("kind", "text"), ("detail", "json"), ("at", "datetime"), ("tx", "int")],
         ["execution", "n"], [["tx"]],
     ),
     "ledger_box": (

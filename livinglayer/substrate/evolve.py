@@ -120,17 +120,17 @@ def new_column(work: Work, store: str, column: str, kind: str) -> None:
 def ensure_indexes(engine: Engine, session: Session, entity: Entity) -> None:
     """An index for each field that asks for one, is unique, or refers; where people search, in the past and on branches too."""
     at = engine.index_prefix
-    sets: list[tuple[Field, ...]] = [(f,) for f in entity.fields if f.indexed or f.uniq or f.type == "ref"]
-    sets += [fields for fields in entity.unique_sets if len(fields) > 1]
-    for fields in sets:
-        label = "_".join(str(f.number) for f in fields)
+    searched = [*entity.unique_sets, *((f,) for f in entity.fields if f.indexed)]
+    wanted = {
+        tuple(f.number for f in fields): (fields, depth)
+        for depth, sets in ((1, [(f,) for f in entity.references]), (3, searched))
+        for fields in sets
+    }
+    for numbers, (fields, depth) in sorted(wanted.items()):
         listed = ", ".join(f.store for f in fields)
-        session.run(f"create index if not exists {entity.store}_i_{label} on {at}{entity.store}({listed})")
-        if fields[0].indexed or fields[0].uniq:
-            session.run(f"create index if not exists {entity.store}__h_i_{label} on {at}{entity.store}__h({listed})")
-            session.run(
-                f"create index if not exists {entity.store}__d_i_{label} on {at}{entity.store}__d(branch, {listed})"
-            )
+        for suffix, first in (("", ""), ("__h", ""), ("__d", "branch, "))[:depth]:
+            name = f"{entity.store}{suffix}_i_{'_'.join(map(str, numbers))}"
+            session.run(f"create index if not exists {name} on {at}{entity.store}{suffix}({first}{listed})")
 
 
 def _settle(tx: Tx, number: int) -> None:

@@ -73,7 +73,7 @@ def begin(engine: Engine, ledger: Ledger, layer_id: str, owner_token: str) -> No
             if entity.kind == "entity":
                 ensure_indexes(engine, session, entity)
         tx.touched.clear()
-        tx.finish()
+        tx.finish(end="done")
         work.finish()
     ledger.executions.discard(execution)
 

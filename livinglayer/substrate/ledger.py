@@ -212,7 +212,7 @@ class Tx:
         found = self._writable(entity)
         if not isinstance(values, Mapping):
             raise Invalid(f"a row of {entity!r} is a dict of its fields, not {type(values).__name__}")
-        return self.add(found, self._encoded(found, values), number)
+        return self.add(found, self._encoded(found, values), number, given=values.keys())
 
     def update(self, entity: str, number: int, values: Mapping[str, Any], expect: int | None = None) -> int:
         """Set fields of a row and return the tx, its new version; NotFound, Conflict when it changed since `expect`."""
@@ -238,7 +238,7 @@ class Tx:
         stored = self._encoded(found, values, partial=True)
         number = self._having(found, fields, [stored[f.name] for f in fields], None)
         if number is None:
-            return self.add(found, self._encoded(found, values), None)
+            return self.add(found, self._encoded(found, values), given=values.keys())
         self.change(found, number, {k: v for k, v in stored.items() if k not in {f.name for f in fields}}, None)
         return number
 
@@ -308,9 +308,14 @@ class Tx:
         self.remove(entity, number, cascading=True)
 
     def add(
-        self, entity: Entity, stored: Mapping[str, Stored], number: int | None = None, merging: bool = False
+        self,
+        entity: Entity,
+        stored: Mapping[str, Stored],
+        number: int | None = None,
+        merging: bool = False,
+        given: Iterable[str] | None = None,
     ) -> int:
-        """Write a new row of stored values by field name."""
+        """Write a new row of stored values by field name; `given` are those the caller set itself (others are defaults)."""
         table = self.work.table(entity)
         values: list[Stored] = [None] * len(table.columns)
         for name, value in stored.items():
@@ -319,7 +324,9 @@ class Tx:
             if f.type == "state" and not merging and value is not None and value != f.options["initial"]:
                 raise Invalid(f"{entity.name}.{f.name}: a new row begins as {f.options['initial']!r}, not {value!r}")
         number = self.work.new_id() if number is None else number
-        self.overwrite(entity, table, number, None, values, (), set(stored), merging)
+        self.overwrite(
+            entity, table, number, None, values, (), set(stored), merging, stored.keys() if given is None else given
+        )
         return number
 
     def change(
@@ -359,11 +366,13 @@ class Tx:
         places: tuple[int, ...],
         names: set[str],
         merging: bool,
+        given: Iterable[str] | None = None,
     ) -> None:
         """Put a whole row in the place of `row` (None: there was none), if everything allows it."""
         if merging:
             self._complete(entity, table, values)
-        self._authorize("insert" if row is None else "update", entity, table, number, row, values, frozenset(names))
+        fields = frozenset(names if given is None else given)
+        self._authorize("insert" if row is None else "update", entity, table, number, row, values, fields)
         self._constrain(entity, table, number, values, names)
         self._write(entity, table, number, row, values, places)
 
@@ -643,8 +652,8 @@ class Tx:
             if row is not None:
                 self._between(entity, table, number, row.values, names)
 
-    def finish(self, result: Any = None) -> int:
-        """Check what spans rows, then record the tx; returns its number."""
+    def finish(self, result: Any = None, end: str | None = None) -> int:
+        """Check what spans rows, then record the tx; returns its number. `end` is how its execution ends with it."""
         self.check()
         self.result = result
         work, execution, clock = self.work, self.execution, self.work.clock
@@ -666,6 +675,8 @@ class Tx:
                 execution.trace,
                 at,
             )
+        if end is not None:
+            self.fact("ledger_outcome", execution.id, end, at, None)
         if self.key is not None and self._request:
             self.fact("ledger_key", execution.principal, self.key, self._request[0], json_text("result", result))
         own = (
@@ -747,7 +758,7 @@ class Ledger:
         self.executions.add(execution)
         return execution
 
-    def end(self, execution: Execution, status: str = "done", result: Any = None) -> None:
+    def end(self, execution: Execution, status: str = "done") -> None:
         """Close an execution; nothing can be written in it any more."""
         if execution not in self.executions or not execution.open:
             return
@@ -755,14 +766,7 @@ class Ledger:
             if execution.id is not None:
                 with self.work() as work:
                     tx = work.tx(execution, reason=f"end of execution {execution.id}")
-                    tx.fact(
-                        "ledger_outcome",
-                        execution.id,
-                        status,
-                        now(),
-                        None if result is None else json_text("result", result),
-                    )
-                    tx.finish()
+                    tx.finish(end=status)
         finally:
             execution.open = False
             self.executions.discard(execution)

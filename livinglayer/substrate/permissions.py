@@ -178,7 +178,7 @@ def load_policy(catalog: Catalog, session: Session, principal: int, as_of: int |
                 subjects.add(role)
                 frontier.append(role)
     rows = {row["id"]: row for row in catalog.rows(session, entities["permission"], chain)}
-    now = datetime.now(UTC)
+    now = datetime.now(UTC) if as_of is None else catalog.time_of(session, as_of)
     grants, edges = [], []
 
     def me_of(number: int) -> dict[str, Any]:
@@ -213,4 +213,10 @@ def load_policy(catalog: Catalog, session: Session, principal: int, as_of: int |
                                 row["branch"], tuple(where), bool(row["delegable"]), row["valid_from"], row["valid_to"]))  # fmt: skip
     me = me_of(principal)
     ordered = tuple(sorted(grants, key=lambda g: g.id))
-    return Policy(principal, me, ordered, min(edges, default=None), repr((ordered, sorted(me.items(), key=str))))
+    return Policy(
+        principal,
+        me,
+        ordered,
+        min(edges, default=None) if as_of is None else None,
+        repr((ordered, sorted(me.items(), key=str))),
+    )

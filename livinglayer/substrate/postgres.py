@@ -499,6 +499,8 @@ class PostgresEngine:
             assert key is not None
             password = sha256(f"{key[0]}:{name}".encode()).hexdigest()
             if connection.execute("select 1 from pg_roles where rolname = $1", (name,)).fetchone() is not None:
+                # It may be left from a database of the same name that is gone, with another key.
+                connection.execute(f"alter role {name} password '{password}'")
                 self._roles[principal] = (name, password)
                 return name, password
             try:

@@ -160,6 +160,8 @@ def inferred(sql: str, name: str, source: Source) -> str | None:
             return kind(node.this, depth + 1)
         if isinstance(node, exp.Case):
             parts = [i.args.get("true") for i in node.args.get("ifs", [])] + [node.args.get("default")]
+        elif isinstance(node, exp.Distinct):
+            parts = list(node.expressions)
         elif isinstance(node, _KEEP):
             parts = (
                 [node.this, *node.expressions]

@@ -517,7 +517,10 @@ def _system() -> Schema:
 
 def _bare_field(entity: str, name: str, spec: str | Mapping[str, Any]) -> dict[str, Any]:
     # The system's own names are checked by a test against both engines, not by the rules for users.
-    return {**field_values(entity, "x", spec, 1 << 20), "name": name}
+    row = field_values(entity, "x", spec, 1 << 20)
+    if row["type"] == "state":
+        row["options"]["machine"] = f"{entity}.{name}"
+    return {**row, "name": name}
 
 
 SYSTEM = _system()
