@@ -1,0 +1,172 @@
+"""What the pages show works, what they link to is there, and what a user can meet is on a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from livinglayer import Layer, errors
+from livinglayer.edges.cli.commands import COMMANDS
+from livinglayer.settings import Settings
+from livinglayer.substrate import postgres, schema, sqlite, values
+from livinglayer.substrate.permissions import ACTIONS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+
+
+def snippets() -> list[tuple[str, int, str]]:
+    """Every block marked ```python, with its page and line."""
+    found = []
+    for name, text in PAGES.items():
+        for block in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S):
+            found.append((name, text.count("\n", 0, block.start()) + 1, block[1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "line", "code"), snippets(), ids=lambda part: str(part) if "\n" not in str(part) else ""
+)
+def test_a_snippet_runs(
+    page: str, line: int, code: str, layer: Layer, location: str, tmp_path: Path, make_location: Callable[[], str]
+) -> None:
+    names = {"layer": layer, "location": location, "directory": tmp_path, "elsewhere": make_location()}
+    exec(compile("\n" * line + code, page, "exec"), names)
+
+
+def test_most_pages_show_something() -> None:
+    shown = {page for page, _, _ in snippets()}
+    assert shown >= {
+        "index.md",
+        "schema.md",
+        "writing.md",
+        "reading.md",
+        "branches.md",
+        "permissions.md",
+        "trust.md",
+        "format.md",
+    }
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    wrong = []
+    text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (DOCS / name).resolve() if name else DOCS / page
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text())):
+            wrong.append(target)
+    assert wrong == []
+
+
+def test_every_page_is_on_the_map() -> None:
+    linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", PAGES["index.md"]))
+    assert linked == set(PAGES) - {"index.md"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_tests_that_are_named_are_there(page: str) -> None:
+    wrong, last = [], ""
+    for name in re.findall(r"`([^`\n]+)`", PAGES[page]):
+        path, _, test = name.partition("::")
+        if re.fullmatch(r"(tests|substrate|edges)/[\w/]*(\.py)?", path):
+            last = path
+            if not any((at / path).exists() for at in (ROOT, ROOT / "livinglayer")):
+                wrong.append(name)
+        elif path or not test:
+            continue
+        if test and f"def {test}(" not in (ROOT / last).read_text():
+            wrong.append(f"{last}::{test}")
+    assert wrong == []
+
+
+def rows(page: str, columns: int) -> list[list[str]]:
+    """The cells of every Markdown table of a page that has so many columns."""
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in PAGES[page].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in lines if len(line) == columns]
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    said = {row[0].strip("`"): row[1] for row in rows("index.md", 3) if row[0].startswith("`")}
+    assert {f.name: str(f.default) for f in dataclasses.fields(Settings)} == said
+
+
+def test_every_error_is_documented_with_its_codes() -> None:
+    said = {
+        row[0].strip("`"): (row[1].strip("`"), int(row[2]), int(row[3]))
+        for row in rows("writing.md", 5)
+        if row[0].startswith("`")
+    }
+    kinds = [k for _, k in inspect.getmembers(errors, inspect.isclass) if issubclass(k, errors.LayerError)]
+    assert {kind.__name__: (kind.code, kind.status, kind.exit_code) for kind in kinds} == said
+
+
+def test_every_type_option_and_system_name_is_documented() -> None:
+    text = PAGES["schema.md"]
+    assert {row[0].strip("`") for row in rows("schema.md", 4) if row[0].startswith("`")} == set(values.TYPES)
+    assert [name for name in schema._DEFAULTS if f"`{name}`" not in text] == []
+    system = re.search(r"The system's names\s+are (.*?)\.", text, re.S)
+    assert system and set(re.findall(r"\w+", system[1])) - {"and"} == set(schema.SYSTEM.by_name)
+    reading = re.findall(r"`(\w+)`", re.search(r"## Names\n(.*?)\n## ", PAGES["reading.md"], re.S)[1])  # type: ignore[index]
+    assert set(schema.SYSTEM.by_name) <= set(reading)
+
+
+def test_every_conversion_is_documented() -> None:
+    said = set()
+    for old, new in rows("schema.md", 2):
+        if old not in ("from", "---", "option") and not old.startswith(("`", "-")):
+            said |= {(a, b) for a in old.split(", ") for b in new.split(", ")}
+    assert said == {(a, b) for a in values.TYPES for b in values.TYPES if a != b and values.convertible(a, b)}
+
+
+def test_every_action_is_documented() -> None:
+    said = [
+        word
+        for row in rows("permissions.md", 3)
+        for cell in (row[0], row[2])
+        for word in re.findall(r"`([\w*]+)`", cell)
+    ]
+    assert [action for action in ACTIONS if action not in said] == []
+
+
+def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole() -> None:
+    lists = re.search(r"### Functions on SQLite\n(.*)### Functions on PostgreSQL\n(.*)", PAGES["reading.md"], re.S)
+    assert lists
+    listed = [set(re.search(r"`([^`]*)`", text)[1].split()) for text in lists.groups()]  # type: ignore[index]
+    assert listed[0] == {name for name in sqlite.FUNCTIONS if name[0].isalpha()}
+    refused = []
+    for name in sorted(listed[1]):
+        for given in ("", "a", "a, b", "a, b, 3", "a, 1", "'a', b"):
+            try:
+                postgres.checked(f"select {name}({given}) from t")
+                break
+            except errors.LayerError:
+                continue
+        else:
+            refused.append(name)
+    assert refused == []
+
+
+def test_every_command_that_is_named_exists() -> None:
+    named = {word for text in PAGES.values() for word in re.findall(r"`layer ([a-z]+)", text)}
+    assert named <= set(COMMANDS)
+
+
+def test_figures_of_limits_are_those_of_the_code() -> None:
+    text = PAGES["schema.md"]
+    assert f"at most {schema.NAME_LENGTH} characters" in text and f"at most {schema.INDEXED_BYTES} bytes" in text
+    assert f"at most {values.DECIMAL_DIGITS} digits" in text and f"at most {values.JSON_DEPTH} deep" in text
