@@ -1,6 +1,6 @@
 """What an engine is: the differences between SQLite and PostgreSQL live behind this, in sqlite.py and postgres.py."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol
 
@@ -178,6 +178,9 @@ class Engine(Protocol):
     def same_statement(self, there: str, wanted: str) -> bool: ...
     def structure(self, there: Mapping[str, str], store: str, columns: Sequence[tuple[str, str]]) -> Iterator[str]:
         """What is wrong with how an entity's tables are made."""
+
+    def swift(self, epoch: int, table: Any, changed: Sequence[tuple[str, str]]) -> Callable[..., int] | None:
+        """A shortcut for an update of main's row that nothing else depends on, where round trips are dear."""
 
     # Content and queries
 

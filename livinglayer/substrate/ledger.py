@@ -415,7 +415,13 @@ class Tx:
     def _current(self, entity: Entity, table: Table, number: int, action: str) -> Row:
         row = table.get(self.session, self.chain, number)
         if self.branch == MAIN and self.engine.reads_ahead:
-            self.work.ledger.reads[entity.name] = table._sql["get", MAIN_CHAIN]
+            ledger = self.work.ledger
+            ledger.reads[entity.name] = table._sql["get", MAIN_CHAIN]
+            if type(self.work.version) is int:
+                policies = (
+                    ledger.known[1] if ledger.known is not None and ledger.known[0].version == self.work.version else {}
+                )
+                ledger.known = (self.work, {**policies, self.execution.principal: self.policy}, self.schema)
         if row is None or not self._in_slice(entity, table, number, row.values):
             raise NotFound(
                 f"there is no {entity.name}/{number}" + ("" if self.branch == MAIN else f" on branch {self.name!r}")
@@ -738,6 +744,9 @@ class Ledger:
     def __init__(self, engine: Engine, catalog: Catalog, settings: Settings) -> None:
         self.engine, self.catalog, self.settings = engine, catalog, settings
         self.executions: set[Execution] = set()
+        self.known: tuple[Work, dict[int, Policy], Schema] | None = (
+            None  # of the last write of main: what swift ones go by
+        )
         self.reads: dict[str, str] = {}  # the statement that reads a row of main, by entity
         self._writing = threading.Lock()
         self._mutex = threading.Lock()
@@ -779,6 +788,63 @@ class Ledger:
         """How main's row of an entity was last read: what the next write of one can ask for with its begin."""
         sql = self.reads.get(entity)
         return None if sql is None or type(number) is not int else (sql, (number,))
+
+    def swift(self, execution: Execution, entity: str, number: Any, values: Any, expect: int | None) -> int | None:
+        """Update one row of main with one statement where the engine can and nothing but its values is to be looked at.
+
+        None: it can't be done like that; nothing has happened.
+        """
+        if (
+            not self.engine.reads_ahead
+            or self._leading
+            or execution.id is None
+            or not execution.open
+            or execution not in self.executions
+        ):
+            return None
+        known = self.known
+        if known is None or execution.scope != Scope() or type(number) is not int or not isinstance(values, Mapping):
+            return None
+        work, policy, schema = known[0], known[1].get(execution.principal), known[2]
+        found = schema.by_name.get(entity)
+        if (
+            policy is None
+            or policy.expired()
+            or found is None
+            or found.system
+            or schema.rules(found)
+            or found.spanning & values.keys()
+        ):
+            return None
+        fields = [found.by_name.get(name) for name in values]
+        if (
+            not fields
+            or any(f is None or f.type in ("state", "file") or f.was for f in fields)
+            or not policy.rules("update", schema, found, "main").everything
+        ):
+            return None
+        stored = {
+            name: None
+            if value is None
+            else found.encoders[name][1](found.encoders[name][0], value, self.settings.value_bytes)
+            for name, value in values.items()
+        }
+        table = work.tables.get((found.store, work.version))
+        if table is None or any(stored[name] is None for name in found.required if name in stored):
+            return None
+        changed = sorted((f.store, f.type) for f in fields if f is not None)
+        by_store = {f.store: stored[f.name] for f in fields if f is not None}
+        run = self.engine.swift(work.clock.epoch, table, changed)
+        if run is None or not self._writing.acquire(blocking=False):
+            return None
+        try:
+            given = [self.engine.native(kind, by_store[column]) for column, kind in changed]
+            return (
+                run(work.clock.epoch, found.id, execution.id, execution.principal, now(), number, expect, *given)
+                or None
+            )
+        finally:
+            self._writing.release()
 
     def submit(self, act: Callable[[Work], Any], ahead: tuple[str, tuple[Any, ...]] | None = None) -> Any:
         """Run one small write; writes that arrive meanwhile share the next commit."""

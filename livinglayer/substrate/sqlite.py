@@ -322,6 +322,9 @@ class SqliteEngine:
     def translating(self) -> Any:
         return translated()
 
+    def swift(self, epoch: int, table: Any, changed: Sequence[tuple[str, str]]) -> None:
+        return None  # there are no round trips to save
+
     # Types and tables
 
     def collate(self, kind: str) -> str:
