@@ -397,8 +397,8 @@ class PostgresEngine:
             " $$ select case when v is null then '-;' else octet_length(v) || ':' || v || ';' end $$"
         )
         made.append(
-            f"create function {SCHEMA}.fresh(known bigint) returns boolean language plpgsql stable security definer set search_path = {SCHEMA} as"
-            f" $$ begin if (select epoch from {SCHEMA}.ledger_clock) <> known then raise exception 'stale' using errcode = '{STALE}'; end if; return true; end $$"
+            f"create function {SCHEMA}.stale() returns boolean language plpgsql as"
+            f" $$ begin raise exception 'stale' using errcode = '{STALE}'; end $$"
         )
         return made
 
@@ -451,7 +451,7 @@ class PostgresEngine:
         }
         functions = session.all("select proname, prosrc from pg_proc where pronamespace = ?::regnamespace", (SCHEMA,))
         triggers = {name for name in found if name.endswith(("__u", "__x"))}
-        return found | {name: source for name, source in functions if name in triggers or name in ("fresh", "lengthed")}
+        return found | {name: source for name, source in functions if name in triggers or name in ("stale", "lengthed")}
 
     def same_statement(self, there: str, wanted: str) -> bool:
         return not there or wanted.startswith("create trigger") or there.strip() in wanted
@@ -812,7 +812,8 @@ class Reader:
             sql = self.source.governed(name, relation)
             if sql is None:
                 return False
-            fresh = "" if self.draft else f" where (select {SCHEMA}.fresh({self.source.epoch}))"
+            known = f"(select case when c.epoch = {self.source.epoch} then true else {SCHEMA}.stale() end from {SCHEMA}.ledger_clock c)"
+            fresh = "" if self.draft else f" where {known}"
             barrier = "" if self.source.open(name) else " with (security_barrier)"
             build(
                 f"{self.schema}.{name}", f"create view {self.schema}.{name}{barrier} as select * from ({sql}) g{fresh}"
