@@ -393,10 +393,6 @@ class PostgresEngine:
         )
         made.append(f"create table {SCHEMA}.blob(digest text primary key, data bytea not null)")
         made.append(
-            f"create function {SCHEMA}.lengthed(v text) returns text language sql immutable as"
-            " $$ select case when v is null then '-;' else octet_length(v) || ':' || v || ';' end $$"
-        )
-        made.append(
             f"create function {SCHEMA}.stale() returns boolean language plpgsql as"
             f" $$ begin raise exception 'stale' using errcode = '{STALE}'; end $$"
         )
@@ -451,7 +447,7 @@ class PostgresEngine:
         }
         functions = session.all("select proname, prosrc from pg_proc where pronamespace = ?::regnamespace", (SCHEMA,))
         triggers = {name for name in found if name.endswith(("__u", "__x"))}
-        return found | {name: source for name, source in functions if name in triggers or name in ("stale", "lengthed")}
+        return found | {name: source for name, source in functions if name in triggers or name == "stale"}
 
     def same_statement(self, there: str, wanted: str) -> bool:
         return not there or wanted.startswith("create trigger") or there.strip() in wanted
@@ -625,23 +621,28 @@ def _swift_function(name: str, engine: PostgresEngine, table: Table, changed: Se
     )
     parameters = "".join(f", p_{column} {engine.column(kind).split(' collate')[0]}" for column, kind in changed)
     sets = ", ".join(f"{column} = p_{column}" for column, _ in changed)
-    at, lp = f"to_char(a at time zone 'UTC', {_ISO})", f"{SCHEMA}.lengthed"
+
+    def lengthed(text: str) -> str:
+        return f"octet_length({text}) || ':' || {text} || ';'"
+
+    own = " || ".join(map(lengthed, ("st", f"'{MAIN}'", "sa", "p_principal::text", "p_execution::text")))
+    change = " || ".join(map(lengthed, ("p_entity::text", "p_id::text", "'u'", "si")))
+    seal = " || ".join(map(lengthed, ("st", "k.next_id::text", "k.epoch::text", "sa", "sh")))
     return f"""create function {name}(p_epoch bigint, p_entity bigint, p_execution bigint, p_principal bigint, p_at timestamptz, p_id bigint, p_expect bigint{parameters})
 returns bigint language plpgsql as $$
-declare k {SCHEMA}.ledger_clock%rowtype; t bigint; a timestamptz; image bytea; h bytea;
+declare k {SCHEMA}.ledger_clock%rowtype; t bigint; a timestamptz; image bytea; h bytea; st text; sa text; si text; sh text;
 begin
   select * into k from {SCHEMA}.ledger_clock where one = 1 for update;
   if k.epoch <> p_epoch or exists (select 1 from {SCHEMA}.ledger_outcome where execution = p_execution) then return 0; end if;
-  t := k.tx + 1; a := greatest(p_at, k.at);
+  t := k.tx + 1; a := greatest(p_at, k.at); st := t::text; sa := to_char(a at time zone 'UTC', {_ISO});
   update {SCHEMA}.{table.store} x set {sets}, _tx = t where x.id = p_id and (p_expect is null or x._tx = p_expect)
     returning substring(sha256(convert_to({image}, 'UTF8')) from 1 for 16) into image;
   if not found then return 0; end if;
-  h := sha256(k.hash || convert_to({lp}(t::text) || {lp}('{MAIN}') || {lp}({at}) || {lp}(p_principal::text) || {lp}(p_execution::text) || '-;-;-;-;'
-    || {lp}(p_entity::text) || {lp}(p_id::text) || '1:u;' || {lp}(encode(image, 'hex')), 'UTF8'));
+  si := encode(image, 'hex');
+  h := sha256(k.hash || convert_to({own} || '-;-;-;-;' || {change}, 'UTF8')); sh := encode(h, 'hex');
   insert into {SCHEMA}.ledger_tx values (t, {MAIN}, a, p_principal, p_execution, null, null, null, h);
   insert into {SCHEMA}.ledger_change values ({MAIN}, t, p_entity, p_id, 'u', image);
-  update {SCHEMA}.ledger_clock set tx = t, at = a, hash = h, seal = substring(sha256(convert_to({lp}(t::text) || {lp}(k.next_id::text) || {lp}(k.epoch::text)
-    || {lp}({at}) || {lp}(encode(h, 'hex')), 'UTF8')) from 1 for 8);
+  update {SCHEMA}.ledger_clock set tx = t, at = a, hash = h, seal = substring(sha256(convert_to({seal}, 'UTF8')) from 1 for 8) where one = 1;
   return t;
 end $$"""
 
