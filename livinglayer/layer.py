@@ -328,7 +328,6 @@ class Layer(Writes):
         self._catalog = Catalog(engine)
         self._ledger = Ledger(engine, self._catalog, settings)
         self._executions: dict[int, Execution] = {}
-        self._ids: dict[str, int] = {}
         self._lock = threading.Lock()
         self._closed = False
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import Denied, Invalid, NotFound
 from .catalog import Catalog
 from .engine import Session
-from .ledger import MAIN_CHAIN, Tx
+from .ledger import Tx
 from .permissions import ACTIONS, WRITES, Decision, Grant, Policy
 from .predicates import compile_predicate, parse
 from .schema import MAIN, OWNER, OWNER_PERMISSION, SYSTEM, Schema
@@ -235,6 +235,3 @@ def _decision(
     elif why is None:
         why = "a permission denies it" if rows else "no permission allows it"
     return Decision(allowed, [{k: v for k, v in row.items() if k != "_tx"} for row in rows], why)
-
-
-__all__ = ["MAIN_CHAIN", "can", "grant", "principal", "revoke"]

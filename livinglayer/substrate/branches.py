@@ -216,7 +216,6 @@ class _Plan:
     conflicts: list[dict[str, Any]] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
     removed: list[tuple[Entity, int]] = field(default_factory=list)
-    used: list[int] = field(default_factory=list)
 
 
 def merge(
@@ -224,7 +223,6 @@ def merge(
 ) -> Merge:
     """Bring a branch's changes to its parent, field by field; with conflicts nothing is applied and they become rows."""
     plan = _Plan()
-    number: int | None = None
     try:
         with ledger.work() as work:
             branch = work.catalog.branch(work.session, name, open_only=True)
@@ -238,6 +236,8 @@ def merge(
             work.catalog.policy(work.session, execution.principal, work.version).require(
                 "merge", f"branch:{parent.name}"
             )
+            if not _changed(work, work.session, branch.id, branch.base_own):
+                return Merge(not preview, None, [], [])
             tx = work.tx(
                 execution,
                 "main" if parent.id == MAIN else parent,
@@ -249,19 +249,20 @@ def merge(
                 tx.check()
             if plan.conflicts or preview:
                 raise _Stop
-            number = tx.finish() if parent.id != MAIN else None
-            main = tx if parent.id == MAIN else work.tx(execution, reason=f"merged {name}")
-            at = tx.number
-            main.record(SYSTEM.by_name["branch"], {"base_own": main.number, "base_parent": at}, branch.id)
+            main = tx
+            if parent.id != MAIN:  # branches and conflicts are rows of main
+                tx.finish()
+                main = work.tx(execution, reason=f"merged {name}")
+            main.record(SYSTEM.by_name["branch"], {"base_own": main.number, "base_parent": tx.number}, branch.id)
             for conflict in _open(work, name, parent.name):
                 main.record(SYSTEM.by_name["conflict"], {"status": "closed"}, conflict["id"])
-            number = main.finish() if parent.id == MAIN else (main.finish(), number)[1]
+            main.finish()
     except _Stop:
         if plan.conflicts and not preview:
             _record(ledger, execution, name, parent.name, plan.conflicts)
             return Merge(False, None, [], conflicts(ledger.catalog, ledger, name))
         return Merge(False, None, plan.changes, plan.conflicts)
-    return Merge(True, number, plan.changes, [])
+    return Merge(True, tx.number, plan.changes, [])
 
 
 def _apply(work: Work, tx: Tx, branch: Branch, plan: _Plan, resolutions: dict[Any, dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import Conflict, Invalid, NotFound
+from ..errors import Conflict, Invalid
 from .engine import Engine, Session
 from .ledger import Tx, Work
 from .predicates import compile_predicate
@@ -321,6 +321,3 @@ def drop(tx: Tx, name: str) -> None:
     for f in entity.fields:
         tx.erase(FIELD, f.id)
     tx.erase(ENTITY, entity.id)
-
-
-__all__ = ["NotFound", "alter", "backfill", "define", "drop", "ensure_indexes", "new_column"]

@@ -22,8 +22,8 @@ from .catalog import Branch, Catalog
 from .chain import GONE, clock_seal, facts_digest, tx_hash
 from .engine import LEDGER, Engine, Session, marks
 from .permissions import Policy, Rules
-from .predicates import Env, Predicate, compile_predicate, same
-from .schema import MAIN, SYSTEM, Entity, Field, Schema, dumps
+from .predicates import Env, Predicate, compile_predicate
+from .schema import MAIN, Entity, Field, Schema, dumps
 from .tables import Row, Table
 from .values import Stored, datetime_text, json_text, text
 from .views import Chain, Level, arm_count, arms, field_sql
@@ -973,22 +973,3 @@ class _Exclusive:
                 raise
         finally:
             ledger._writing.release()
-
-
-def unequal(a: Sequence[Stored], b: Sequence[Stored]) -> bool:
-    return any(not same(x, y) for x, y in zip(a, b, strict=True))
-
-
-__all__ = [
-    "GOVERNING",
-    "GUARDED",
-    "MAIN_CHAIN",
-    "SYSTEM",
-    "Execution",
-    "Ledger",
-    "Scope",
-    "Tx",
-    "Work",
-    "now",
-    "unequal",
-]

@@ -469,10 +469,6 @@ class PostgresEngine:
             row = connection.execute(f"select data from {SCHEMA}.blob where digest = $1", (digest,)).fetchone()
         return None if row is None else bytes(row[0])
 
-    def list_blobs(self) -> Iterator[str]:
-        with self._borrowed() as connection:
-            yield from [row[0] for row in connection.execute(f"select digest from {SCHEMA}.blob order by digest")]
-
     def check(self) -> list[str]:
         return []
 
@@ -667,8 +663,7 @@ _FUNCTIONS = frozenset(
     """age json_build_array json_build_object jsonb_agg jsonb_array_elements jsonb_array_elements_text jsonb_array_length jsonb_build_array
     jsonb_build_object jsonb_each jsonb_each_text jsonb_extract_path jsonb_extract_path_text jsonb_object_keys jsonb_typeof json_typeof jsonb_object_agg
     make_date regexp_match regexp_matches regexp_split_to_array row to_json to_jsonb btrim char_length character_length octet_length jsonb_strip_nulls
-    jsonb_pretty array_length cardinality array_to_string string_to_array scale trim_scale div log10 gcd lcm factorial num_nulls num_nonnulls every bit_and bit_or
-    regr_slope corr covar_pop date_part make_interval justify_days isfinite date_bin now ceiling to_number quote_literal""".split()
+    jsonb_pretty array_length cardinality scale trim_scale div log10 gcd lcm num_nulls num_nonnulls every date_part isfinite now ceiling quote_literal""".split()
 )
 _TYPES = frozenset(
     """BOOLEAN TINYINT SMALLINT INT BIGINT FLOAT DOUBLE DECIMAL TEXT VARCHAR CHAR DATE TIME TIMESTAMP TIMESTAMPTZ TIMETZ INTERVAL JSON JSONB UUID ARRAY""".split()

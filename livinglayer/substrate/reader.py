@@ -8,7 +8,7 @@ from pathlib import Path
 
 import apsw
 
-from ..errors import LayerError, LimitExceeded, TimedOut
+from ..errors import LayerError, LimitExceeded
 from ..settings import Settings
 from .catalog import Catalog
 from .reads import Reads, packed, receive, send
@@ -48,8 +48,6 @@ def answer(reads: Reads, request: list, memory: int) -> dict:  # type: ignore[ty
     except RecursionError:
         return {"error": "Invalid", "message": "the query is nested too deeply", "hint": None}
 
-
-__all__ = ["TimedOut", "main"]
 
 if __name__ == "__main__":
     main()

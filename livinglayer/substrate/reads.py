@@ -519,6 +519,3 @@ class Processes:
             self._idle.clear()
         for process in processes:
             self._kill(process)
-
-
-__all__ = ["NotFound", "Reads", "Source", "clock", "packed", "receive", "send", "shaped", "unpacked"]

@@ -24,7 +24,7 @@ import apsw
 
 from ..errors import Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
-from .engine import LEDGER, LIVE, Session, Stale
+from .engine import LEDGER, Session, Stale
 from .reads import Answer, Source, as_dicts, shaped
 from .values import DECIMAL_DIGITS, convert, decimal_text, parameter
 
@@ -455,11 +455,6 @@ class SqliteEngine:
         except FileNotFoundError:
             return None
 
-    def list_blobs(self) -> Iterator[str]:
-        for path in sorted((self.directory / "blobs").glob("??/*")):
-            if not path.name.startswith("."):
-                yield path.parent.name + path.name
-
     def check(self) -> list[str]:
         with self.reading() as session:
             try:
@@ -706,6 +701,3 @@ class Reader:
 @functools.cache
 def version() -> str:
     return apsw.sqlite_lib_version()
-
-
-__all__ = ["LIVE", "Reader", "SqliteEngine", "connect", "translated", "version"]
