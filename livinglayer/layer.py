@@ -21,7 +21,7 @@ from .substrate.backup import restore as load_backup
 from .substrate.branches import Merge
 from .substrate.catalog import Catalog
 from .substrate.engine import Engine
-from .substrate.ledger import Execution, Ledger, Tx, Work
+from .substrate.ledger import MAIN_CHAIN, Execution, Ledger, Tx, Work
 from .substrate.permissions import Decision
 from .substrate.prune import prune as prune_history
 from .substrate.reads import Reads, clock
@@ -369,7 +369,7 @@ class Layer(Writes):
         principal = SYSTEM.by_name["principal"]
         with self.engine.reading() as session:
             rows = self._catalog.rows(
-                session, principal, authority.MAIN_CHAIN, f"where x.{principal.by_name['token'].store} = ?", (hashed,)
+                session, principal, MAIN_CHAIN, f"where x.{principal.by_name['token'].store} = ?", (hashed,)
             )
         if not rows or not secrets.compare_digest(rows[0]["token"], hashed):
             raise Unauthenticated("the token is nobody's here")
