@@ -690,6 +690,8 @@ class Reader:
                 f"there is no entity {name.removeprefix('main.').removeprefix('temp.')!r} to read",
                 hint="layer schema lists what there is",
             )
+        if text.endswith("because it is a view"):
+            return Invalid("a query can't change anything", hint="write with insert, update and delete")
         if self.nonce in text or "prohibited" in text or "not authorized" in text:
             return NotFound(
                 "the statement reaches for something that is not there",
