@@ -744,9 +744,8 @@ class Ledger:
     def __init__(self, engine: Engine, catalog: Catalog, settings: Settings) -> None:
         self.engine, self.catalog, self.settings = engine, catalog, settings
         self.executions: set[Execution] = set()
-        self.known: tuple[Work, dict[int, Policy], Schema] | None = (
-            None  # of the last write of main: what swift ones go by
-        )
+        # Of the last write of main: what swift ones go by.
+        self.known: tuple[Work, dict[int, Policy], Schema] | None = None
         self.reads: dict[str, str] = {}  # the statement that reads a row of main, by entity
         self._writing = threading.Lock()
         self._mutex = threading.Lock()
@@ -794,57 +793,52 @@ class Ledger:
 
         None: it can't be done like that; nothing has happened.
         """
-        if (
-            not self.engine.reads_ahead
-            or self._leading
-            or execution.id is None
-            or not execution.open
-            or execution not in self.executions
-        ):
+        alone = self.engine.reads_ahead and not self._leading and type(number) is int and isinstance(values, Mapping)
+        if not alone or self.known is None or execution not in self.executions or not execution.open:
             return None
-        known = self.known
-        if known is None or execution.scope != Scope() or type(number) is not int or not isinstance(values, Mapping):
+        work, policies, schema = self.known
+        found, policy = schema.by_name.get(entity), policies.get(execution.principal)
+        if found is None or policy is None or not self._plain(execution, policy, schema, found, values):
             return None
-        work, policy, schema = known[0], known[1].get(execution.principal), known[2]
-        found = schema.by_name.get(entity)
-        if (
-            policy is None
-            or policy.expired()
-            or found is None
-            or found.system
-            or schema.rules(found)
-            or found.spanning & values.keys()
-        ):
-            return None
-        fields = [found.by_name.get(name) for name in values]
-        if (
-            not fields
-            or any(f is None or f.type in ("state", "file") or f.was for f in fields)
-            or not policy.rules("update", schema, found, "main").everything
-        ):
-            return None
-        stored = {
-            name: None
-            if value is None
-            else found.encoders[name][1](found.encoders[name][0], value, self.settings.value_bytes)
-            for name, value in values.items()
-        }
         table = work.tables.get((found.store, work.version))
-        if table is None or any(stored[name] is None for name in found.required if name in stored):
+        if table is None:
             return None
-        changed = sorted((f.store, f.type) for f in fields if f is not None)
-        by_store = {f.store: stored[f.name] for f in fields if f is not None}
+        limit = self.settings.value_bytes
+        stored = {
+            found.by_name[name].store: None if v is None else found.encoders[name][1](found.encoders[name][0], v, limit)
+            for name, v in values.items()
+        }
+        changed = sorted((found.by_name[name].store, found.by_name[name].type) for name in values)
         run = self.engine.swift(work.clock.epoch, table, changed)
         if run is None or not self._writing.acquire(blocking=False):
             return None
         try:
-            given = [self.engine.native(kind, by_store[column]) for column, kind in changed]
+            given = [self.engine.native(kind, stored[column]) for column, kind in changed]
             return (
                 run(work.clock.epoch, found.id, execution.id, execution.principal, now(), number, expect, *given)
                 or None
             )
         finally:
             self._writing.release()
+
+    def _plain(
+        self, execution: Execution, policy: Policy, schema: Schema, entity: Entity, values: Mapping[str, Any]
+    ) -> bool:
+        """Whether an update is decided by its values alone: no condition, check, state, other row or content is involved."""
+        if (
+            execution.id is None
+            or execution.scope != Scope()
+            or policy.expired()
+            or entity.system
+            or schema.rules(entity)
+        ):
+            return False
+        fields = [entity.by_name.get(name) for name in values]
+        if not fields or any(
+            f is None or f.type in ("state", "file") or f.was or (f.required and values[f.name] is None) for f in fields
+        ):
+            return False
+        return not entity.spanning & values.keys() and policy.rules("update", schema, entity, "main").everything
 
     def submit(self, act: Callable[[Work], Any], ahead: tuple[str, tuple[Any, ...]] | None = None) -> Any:
         """Run one small write; writes that arrive meanwhile share the next commit."""
@@ -891,44 +885,44 @@ class Ledger:
                 following.ready.release()
 
     def _group(self, batch: list[_Request]) -> None:
-        """Run all of a batch in one commit; when the engine fails it, each on its own."""
+        """Run all of a batch in one commit; when one of them makes the engine fail, each on its own."""
         try:
             self._together(batch)
-        except LayerError as error:
-            if len(batch) == 1 or isinstance(error, Unavailable):
-                for request in batch:
-                    request.error = error
+        except _Spoiled as spoiled:
+            if len(batch) == 1:
+                batch[0].error = spoiled.__cause__
             else:
                 for request in batch:
                     self._group([request])
-        except BaseException as error:
+        except BaseException as error:  # nothing could begin, or whether it was committed is not known
             for request in batch:
-                request.error = request.error or error
+                request.error = error
 
     def _together(self, batch: list[_Request]) -> None:
         session = self.engine.begin([r.ahead for r in batch if r.ahead is not None])
-        opened: list[Execution] = []
+        work: Work | None = None
         try:
-            with self.engine.translating():
-                work = Work(self, session)
-                opened = work.opened
-                for request in batch:
-                    try:
-                        request.result = request.act(work)
-                        request.error = None
-                    except LayerError as error:
-                        if work.clock.tx < 0:
-                            raise
-                        request.error = error
-                work.finish()
+            try:
+                with self.engine.translating():
+                    work = Work(self, session)
+                    for request in batch:
+                        try:
+                            request.result, request.error = request.act(work), None
+                        except LayerError as error:  # it was refused before it wrote anything
+                            request.error = error
+                    work.finish()
+            except BaseException as error:
+                raise _Spoiled from error
             self.engine.commit(session)
         except BaseException:
             self.engine.rollback()
-            for execution in opened:
+            for execution in work.opened if work is not None else ():
                 execution.id = None
-            for request in batch:
-                request.error = None
             raise
+
+
+class _Spoiled(Exception):
+    """A write of a group made the engine fail before anything was committed."""
 
 
 class _Exclusive:

@@ -29,7 +29,7 @@ from ..errors import Conflict, Corrupt, Invalid, LayerError, LimitExceeded, NotF
 from ..settings import Settings
 from .engine import LEDGER, Session, Stale
 from .reads import Answer, Source, as_dicts, distinct
-from .schema import MAIN
+from .schema import MAIN, OWNER
 from .values import INT_MAX, INT_MIN
 
 if TYPE_CHECKING:
@@ -851,7 +851,8 @@ class Reader:
                 if self.source.as_of is not None:
                     self._set("livinglayer.as_of", str(self.source.as_of))
                 self._set("statement_timeout", str(max(1, round((deadline - time.monotonic()) * 10) * 100)))
-                return self._run(text, values, limit)
+                room = None if self.source.policy.principal == OWNER else self.engine.settings.query_bytes // 4
+                return self._run(text, values, limit, room)
             except pg.UndefinedTable as error:
                 if attempt == 2:
                     raise self._refusal(error) from None
@@ -863,10 +864,24 @@ class Reader:
                 raise self._refusal(error) from None
         raise AssertionError
 
-    def _run(self, text: str, values: list[Any], limit: int) -> Answer:
+    def _run(self, text: str, values: list[Any], limit: int, room: int | None = None) -> Answer:
         cursor = self.connection.cursor()
-        cursor.execute(f"select * from ({text}) q limit {limit + 1}" if limit < 1 << 40 else text, values)
-        rows = cursor.fetchall()
+        sql = f"select * from ({text}) q limit {limit + 1}" if limit < 1 << 40 else text
+        if room is None:
+            cursor.execute(sql, values)
+            rows = cursor.fetchall()
+        else:  # row by row, so that an answer too large is never held
+            rows = []
+            for row in cursor.stream(sql, values):
+                room -= sum(
+                    len(v) if isinstance(v, str | bytes) else len(repr(v)) if isinstance(v, dict | list) else 16
+                    for v in row
+                )
+                if room < 0:
+                    raise LimitExceeded("the answer is larger than it may be", hint="ask for less at a time")
+                rows.append(row)
+            if not rows:
+                return [], [], []
         if cursor.description is None:
             raise Invalid("a query is a SELECT")
         if len(rows) > limit:
