@@ -39,7 +39,7 @@ def run(location: str, process: int, log: Connection, stop: Event) -> None:
                 return
             layer.insert("beat", {"writer": writer, "n": n})
             say(writer, n)
-            time.sleep(0.003)
+            time.sleep(0.01)
 
     def tickets() -> None:
         while not stop.is_set():
@@ -51,7 +51,7 @@ def run(location: str, process: int, log: Connection, stop: Event) -> None:
             except Conflict:
                 continue
             say(TICKETS, n)
-            time.sleep(0.003)
+            time.sleep(0.01)
 
     def guarded(work: Any, *args: Any) -> None:
         try:
