@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -99,6 +100,37 @@ def test_files_and_tests_that_are_named_are_there(page: str) -> None:
     assert wrong == []
 
 
+def imported(path: Path) -> set[str]:
+    """The modules of the package that a file imports when it runs; those needed for types alone are left out."""
+    found: set[str] = set()
+
+    def walk(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if isinstance(child, ast.ImportFrom) and child.level:
+                module = child.module or ""
+                found.update(
+                    [module.rsplit(".", 1)[-1]] if module not in ("", "substrate") else [a.name for a in child.names]
+                )
+            walk(child)
+
+    walk(ast.parse(path.read_text()))
+    return found
+
+
+def test_the_drawing_names_every_file_and_imports_go_down_in_it() -> None:
+    drawing = re.search(r"^```text imports\n(.*?)^```", PAGES["architecture.md"], re.M | re.S)
+    assert drawing
+    lines = [re.split(r"  +", line)[0].split(", ") for line in drawing[1].splitlines() if re.match(r"\w", line)]
+    height = {name: -place for place, names in enumerate(lines) for name in names}
+    files = {path.stem: path for at in ("", "substrate") for path in (ROOT / "livinglayer" / at).glob("*.py")}
+    del files["__init__"]
+    assert set(files) == set(height) - {"edges/cli"}
+    wrong = [(name, other) for name, path in files.items() for other in imported(path) if height[other] >= height[name]]
+    assert wrong == []
+
+
 def rows(page: str, columns: int) -> list[list[str]]:
     """The cells of every Markdown table of a page that has so many columns."""
     lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in PAGES[page].splitlines() if line.startswith("|")]
@@ -121,10 +153,10 @@ def test_every_error_is_documented_with_its_codes() -> None:
 
 
 def test_every_type_option_and_system_name_is_documented() -> None:
-    text = PAGES["schema.md"]
+    text = " ".join(PAGES["schema.md"].split())
     assert {row[0].strip("`") for row in rows("schema.md", 4) if row[0].startswith("`")} == set(values.TYPES)
     assert [name for name in schema._DEFAULTS if f"`{name}`" not in text] == []
-    system = re.search(r"The system's names\s+are (.*?)\.", text, re.S)
+    system = re.search(r"The system's names are (.*?)\.", text)
     assert system and set(re.findall(r"\w+", system[1])) - {"and"} == set(schema.SYSTEM.by_name)
     reading = re.findall(r"`(\w+)`", re.search(r"## Names\n(.*?)\n## ", PAGES["reading.md"], re.S)[1])  # type: ignore[index]
     assert set(schema.SYSTEM.by_name) <= set(reading)
@@ -172,6 +204,6 @@ def test_every_command_that_is_named_exists() -> None:
 
 
 def test_figures_of_limits_are_those_of_the_code() -> None:
-    text = PAGES["schema.md"]
+    text = " ".join(PAGES["schema.md"].split())
     assert f"at most {schema.NAME_LENGTH} characters" in text and f"at most {schema.INDEXED_BYTES} bytes" in text
     assert f"at most {values.DECIMAL_DIGITS} digits" in text and f"at most {values.JSON_DEPTH} deep" in text
