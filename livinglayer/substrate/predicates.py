@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Dialect = Literal["sqlite", "postgres"]
 Me = Mapping[str, Any]  # the principal: id, name and attributes
 LIMIT = 4000
+NODES = 250
 HINT = (
     "comparisons, and/or/not, in, between, like, is null, + - * / %, length, coalesce, abs, now(), :me, :me.attribute"
 )
@@ -84,9 +85,26 @@ def quote(value: Any) -> str:
     return "'" + str(value).replace("'", "''") + "'"
 
 
-@lru_cache(512)
-def parse(text: str) -> exp.Expression:
+# What a node may say beside its operands. Anything else would be a meaning that the compiler does not know.
+_ARGUMENTS = frozenset(
+    "this expression expressions low high negate is_string table db catalog quoted safe typed".split()
+)
+_LANGUAGE = (
+    exp.Paren, exp.And, exp.Or, exp.Not, exp.EQ, exp.NEQ, exp.LT, exp.LTE, exp.GT, exp.GTE, exp.Add, exp.Sub, exp.Mul, exp.Div, exp.Mod, exp.Neg, exp.In,
+    exp.Between, exp.Is, exp.Like, exp.Literal, exp.Boolean, exp.Null, exp.Placeholder, exp.Dot, exp.Column, exp.Identifier, exp.Length, exp.Abs, exp.Coalesce,
+    exp.CurrentTimestamp,
+)  # fmt: skip
+
+
+def parse(text: Any) -> Any:
     """The tree of one boolean expression, or Invalid."""
+    if not isinstance(text, str):
+        raise Invalid(f"a predicate is text, not {type(text).__name__}", hint=HINT)
+    return _parse(text)
+
+
+@lru_cache(512)
+def _parse(text: str) -> Any:
     if len(text) > LIMIT:
         raise Invalid(f"a predicate has at most {LIMIT} characters")
     if "\0" in text or "\\" in text or "$" in text or ";" in text:
@@ -98,6 +116,13 @@ def parse(text: str) -> exp.Expression:
     used = [key for key, value in tree.args.items() if value]
     if type(tree) is not exp.Select or used != ["expressions"] or len(tree.expressions) != 1:
         raise Invalid(f"predicate {text!r} is not one expression", hint=HINT)
+    nodes = list(tree.expressions[0].walk())
+    if len(nodes) > NODES:
+        raise Invalid(f"a predicate has at most {NODES} parts")
+    for node in nodes:
+        unknown = {key for key, value in node.args.items() if value} - _ARGUMENTS
+        if not isinstance(node, _LANGUAGE) or unknown:
+            raise Invalid(f"predicate {text!r}: {node.sql()!r} is not part of the language", hint=HINT)
     return tree.expressions[0]
 
 
@@ -154,12 +179,18 @@ class _Compiler:
         return Invalid(f"predicate {self.text!r}: {why}", hint=HINT)
 
     def node(self, tree: Any) -> Node:
+        if tree.args.get("negate") and not isinstance(tree, exp.Is):  # `not like` and its kind
+            positive = tree.copy()
+            positive.set("negate", None)
+            return self.node(exp.Not(this=positive))
         if isinstance(tree, exp.Paren):
             return self.node(tree.this)
         if isinstance(tree, exp.And | exp.Or):
             return self.junction(tree)
         if isinstance(tree, exp.Not):
             inner = self.node(tree.this)
+            if inner.kind not in ("bool", "null"):
+                raise self.wrong(f"not needs true or false, not {inner.kind}")
             return Node("bool", lambda e: _negate(_truth(inner.test(e))), lambda n, a: f"(not {inner.write(n, a)})")
         if type(tree) in _COMPARE:
             return self.comparison(type(tree), self.node(tree.this), self.node(tree.expression))
@@ -215,10 +246,13 @@ class _Compiler:
             return Node(inner.kind, lambda e: _map(abs, inner.test(e)), lambda n, a: f"abs({inner.write(n, a)})")
         if isinstance(tree, exp.Coalesce):
             parts = [self.node(tree.this), *map(self.node, tree.expressions)]
-            kinds = {part.kind for part in parts} - {"null", "literal", "number"}
+            kinds = {part.kind for part in parts if part.literal is None} - {"null"}
             if len(kinds) > 1:
                 raise self.wrong("coalesce mixes types")
             kind = kinds.pop() if kinds else parts[0].kind
+            parts = [self.fit(part, kind) for part in parts]
+            if any(part.kind != "null" and not _comparable(part.kind, kind) for part in parts):
+                raise self.wrong("coalesce mixes types")
             return Node(kind, lambda e: next((v for p in parts if (v := p.test(e)) is not None), None),
                         lambda n, a: "coalesce(" + ", ".join(p.write(n, a) for p in parts) + ")")  # fmt: skip
         if isinstance(tree, exp.CurrentTimestamp):
@@ -305,6 +339,8 @@ class _Compiler:
         sign, act = _ARITHMETIC[type(tree)]
         divides = isinstance(tree, exp.Div | exp.Mod)
         floats = "float" in (left.kind, right.kind)
+        if isinstance(tree, exp.Mod) and {left.kind, right.kind} != {"int"}:
+            raise self.wrong("% needs int on both sides")
 
         def test(env: Env) -> Any:
             a, b = left.test(env), right.test(env)
@@ -313,8 +349,12 @@ class _Compiler:
             return act(float(a), float(b)) if floats else act(a, b)
 
         def write(names: Names, alias: str) -> str:
-            b = right.write(names, alias)
-            return f"({left.write(names, alias)} {sign} {f'nullif({b}, 0)' if divides else b})"
+            a, b = left.write(names, alias), right.write(names, alias)
+            b = f"nullif({b}, 0)" if divides else b
+            if names.dialect == "sqlite" or floats:
+                return f"({a} {sign} {b})"
+            exact = f"({a})::numeric {sign} {b}"  # a bigint would overflow, and fail every read through the view
+            return f"trunc({exact})" if isinstance(tree, exp.Div) else f"({exact})"
 
         return Node("float" if floats else "int", test, write)
 
