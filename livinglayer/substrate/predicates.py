@@ -110,7 +110,7 @@ def _parse(text: str) -> Any:
     if "\0" in text or "\\" in text or "$" in text or ";" in text:
         raise Invalid(f"predicate {text!r} has a character that has no place in one", hint=HINT)
     try:
-        tree = sqlglot.parse_one("select " + text, read="postgres")
+        tree = sqlglot.parse_one(f"select ({text})", read="postgres")
     except (sqlglot.errors.SqlglotError, RecursionError):
         raise Invalid(f"predicate {text!r} can't be read", hint=HINT) from None
     used = [key for key, value in tree.args.items() if value]

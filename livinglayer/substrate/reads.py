@@ -304,6 +304,9 @@ class Reads:
         key = (branch, as_of, principal)
         for _ in range(20):
             reader, used = self._take(key)
+            if used and reader.source.policy.expired():
+                reader.close()
+                continue
             try:
                 answer: Answer = reader.answer(sql, params, deadline, most)
             except Stale:

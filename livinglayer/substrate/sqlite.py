@@ -51,6 +51,7 @@ FUNCTIONS = frozenset(
     power printf quote radians random rank replace round row_number rtrim sign sin sqrt strftime string_agg substr
     substring sum tan time timediff total trim trunc typeof unhex unicode unixepoch upper -> ->>""".split()
 )
+EPOCH = "select epoch from main.ledger_clock"
 _CTE = re.compile(r"""(\w+)["`\]]?\s*(?:\([^()]*\)\s*)?as\s*(?:not\s+)?(?:materialized\s*)?\(""")
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 _LIMITS = {
@@ -492,7 +493,6 @@ class Reader:
         self.exact_sum = False
         self.shapes: dict[str, tuple[list[str], list[tuple[int, str]]]] = {}  # columns of statements that ran before
         self.tables = {name.lower() for (name,) in connection.execute("select name from main.sqlite_schema")}
-        self.connection.create_scalar_function(f"_fresh_{self.nonce}", self._fresh, 1)
         self.connection.authorizer = self._authorize
         self.connection.exec_trace = self._trace
         self.connection.set_progress_handler(self._late, 2000)
@@ -513,13 +513,6 @@ class Reader:
         self.connection.authorizer = None
         for name in (*self.public, *self.governed, *self.base):
             self.connection.execute(f"drop view if exists temp.{name}")
-        self.connection.create_scalar_function(f"_fresh_{self.nonce}", None, 1)
-
-    def _fresh(self, *given: Any) -> int:
-        (epoch,) = given
-        if type(self.source.epoch) is int and epoch != self.source.epoch:  # a draft is read by the tx that makes it
-            raise Stale
-        return 1
 
     def _late(self) -> bool:
         return self.guarding and time.monotonic() > self.deadline
@@ -544,16 +537,10 @@ class Reader:
             allowed = True
         elif op == apsw.SQLITE_FUNCTION:
             name = (second or "").lower()
-            allowed = name in FUNCTIONS or (
-                name in (f"_fresh_{self.nonce}", "layer_convert") and (view in self.base or view in self.governed)
-            )
+            allowed = name in FUNCTIONS or (name == "layer_convert" and view in self.base)
         elif op == apsw.SQLITE_READ:
             if database == "main":
-                allowed = (
-                    view in self.base
-                    or (view in self.governed and first == "ledger_clock")
-                    or (first or "").lower() in TABLE_FUNCTIONS
-                )
+                allowed = view in self.base or (first or "").lower() in TABLE_FUNCTIONS
             elif database == "temp":
                 allowed = (
                     first in self.public
@@ -596,15 +583,13 @@ class Reader:
             sql = self.source.governed(name, self._relation)
             if sql is None:
                 return False
-            outer, inner = f"_g_{self.nonce}_{name}", f"_o_{self.nonce}_{name}"
+            inner = f"_g_{self.nonce}_{name}"
             if self.source.has_decimals(name) and not self.exact_sum:
                 self.connection.create_window_function("sum", _Sum)
                 self.exact_sum = True
             self.connection.execute(f"create temp view {inner} as {sql}")
-            fresh = f"(select _fresh_{self.nonce}(c.epoch) from main.ledger_clock c)"
-            self.connection.execute(f"create temp view {outer} as select * from {inner} where {fresh}")
-            self.governed |= {outer, inner}
-            self.connection.execute(f"create temp view {name} as select * from {outer}")
+            self.governed.add(inner)
+            self.connection.execute(f"create temp view {name} as select * from {inner}")
             self.public.add(name)
             return True
         finally:
@@ -621,9 +606,13 @@ class Reader:
             )
         self.guarding, self.text, self.denied = True, sql.lower(), None
         try:
-            return self._answer(sql, params, limit)
+            found = self._answer(sql, params, limit)
         finally:
             self.guarding = False
+        # Epochs only grow: if the views' epoch still holds now, it held for what was just read. A draft is its own.
+        if type(self.source.epoch) is int and self.connection.execute(EPOCH).fetchone() != (self.source.epoch,):
+            raise Stale
+        return found
 
     def _answer(self, sql: str, params: Any, limit: int) -> Answer:
         while True:
