@@ -128,9 +128,8 @@ def _parse(text: str) -> Any:
 
 def compile_predicate(text: str, schema: Schema, entity: Entity) -> Predicate:
     """Bind a predicate to an entity's fields; unknown fields and anything outside the language are Invalid."""
-    node = _Compiler(schema, entity, text).node(parse(text))
-    if node.kind not in ("bool", "null"):
-        raise Invalid(f"predicate {text!r} is {node.kind}, not true or false")
+    compiler = _Compiler(schema, entity, text)
+    node = compiler.truth(compiler.node(parse(text)), "a predicate")
     return Predicate(text, lambda env: _truth(node.test(env)), node.write)
 
 
@@ -188,9 +187,7 @@ class _Compiler:
         if isinstance(tree, exp.And | exp.Or):
             return self.junction(tree)
         if isinstance(tree, exp.Not):
-            inner = self.node(tree.this)
-            if inner.kind not in ("bool", "null"):
-                raise self.wrong(f"not needs true or false, not {inner.kind}")
+            inner = self.truth(self.node(tree.this), "not")
             return Node("bool", lambda e: _negate(_truth(inner.test(e))), lambda n, a: f"(not {inner.write(n, a)})")
         if type(tree) in _COMPARE:
             return self.comparison(type(tree), self.node(tree.this), self.node(tree.expression))
@@ -260,11 +257,20 @@ class _Compiler:
                         lambda n, a: "now()" if n.dialect == "postgres" else "strftime('%Y-%m-%dT%H:%M:%f000Z', 'now')")  # fmt: skip
         raise self.wrong(f"{tree.sql()!r} is not part of the language")
 
+    def truth(self, node: Node, what: str) -> Node:
+        """A node where true or false is needed; an attribute of the principal that is neither is unknown."""
+        if node.kind == "attribute":
+            return Node(
+                "bool",
+                lambda e: v if isinstance(v := node.test(e), bool) else None,
+                lambda n, a: w if (w := node.write(n, a)) in ("true", "false") else "null",
+            )
+        if node.kind not in ("bool", "null"):
+            raise self.wrong(f"{what} needs true or false, not {node.kind}")
+        return node
+
     def junction(self, tree: exp.And | exp.Or) -> Node:
-        left, right = self.node(tree.this), self.node(tree.expression)
-        for side in (left, right):
-            if side.kind not in ("bool", "null"):
-                raise self.wrong(f"and/or need true or false, not {side.kind}")
+        left, right = self.truth(self.node(tree.this), "and/or"), self.truth(self.node(tree.expression), "and/or")
         return self.both(left, right) if isinstance(tree, exp.And) else self.any_of([left, right])
 
     def both(self, left: Node, right: Node) -> Node:
@@ -339,7 +345,8 @@ class _Compiler:
         sign, act = _ARITHMETIC[type(tree)]
         divides = isinstance(tree, exp.Div | exp.Mod)
         floats = "float" in (left.kind, right.kind)
-        if isinstance(tree, exp.Mod) and {left.kind, right.kind} != {"int"}:
+        whole = {left.kind, right.kind} == {"int"}
+        if isinstance(tree, exp.Mod) and not whole:
             raise self.wrong("% needs int on both sides")
 
         def test(env: Env) -> Any:
@@ -354,9 +361,9 @@ class _Compiler:
             if names.dialect == "sqlite" or floats:
                 return f"({a} {sign} {b})"
             exact = f"({a})::numeric {sign} {b}"  # a bigint would overflow, and fail every read through the view
-            return f"trunc({exact})" if isinstance(tree, exp.Div) else f"({exact})"
+            return f"trunc({exact})" if isinstance(tree, exp.Div) and whole else f"({exact})"
 
-        return Node("float" if floats else "int", test, write)
+        return Node("float" if floats else "int" if whole else "number", test, write)
 
     def identity(self, tree: exp.Is) -> Node:
         inner, other = self.node(tree.this), tree.expression
