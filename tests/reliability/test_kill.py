@@ -59,8 +59,16 @@ def test_a_kill_loses_nothing_acknowledged(
         record_property(name, value)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=torture)])
-def test_a_layer_whose_making_was_killed_can_be_made(kills: int, make_location: Callable[[], str]) -> None:
+@pytest.mark.parametrize(
+    ("engine", "kills"),
+    [
+        ("sqlite", 4),
+        ("postgres", 4),
+        pytest.param("sqlite", 200, marks=torture),
+        pytest.param("postgres", 50, marks=torture),
+    ],
+)
+def test_a_layer_whose_making_was_killed_can_be_made(engine: str, kills: int, make_location: Callable[[], str]) -> None:
     """Whether the kill came before or after: asked again, there is a layer, and it works."""
     for n in range(kills):
         location = make_location()
