@@ -146,7 +146,7 @@ def test_what_is_given_has_one_stored_form(kind: str, given: Any, stored: Any) -
     ],
 )  # fmt: skip
 def test_what_is_not_of_the_type_is_invalid(kind: str, value: Any) -> None:
-    with pytest.raises(Invalid, match="item.field"):
+    with pytest.raises(Invalid, match=r"item\.field"):
         ENCODE[kind]("item.field", value, LIMIT)
 
 
