@@ -48,7 +48,6 @@ _KIND = {
     "timestamp with time zone": "datetime", "bytea": "blob",
 }  # fmt: skip
 _ISO = '\'YYYY-MM-DD"T"HH24:MI:SS.US"Z"\''
-STALE = "LL001"
 REPEATED = 10_000
 INSERTED = 50  # rows sent as one statement
 
@@ -392,10 +391,6 @@ class PostgresEngine:
             f"create index ledger_change_system on {SCHEMA}.ledger_change(branch, entity, tx) where entity < 2000"
         )
         made.append(f"create table {SCHEMA}.blob(digest text primary key, data bytea not null)")
-        made.append(
-            f"create function {SCHEMA}.stale() returns boolean language plpgsql as"
-            f" $$ begin raise exception 'stale' using errcode = '{STALE}'; end $$"
-        )
         return made
 
     def tables(self, store: str, columns: Sequence[tuple[str, str]]) -> list[str]:
@@ -447,7 +442,7 @@ class PostgresEngine:
         }
         functions = session.all("select proname, prosrc from pg_proc where pronamespace = ?::regnamespace", (SCHEMA,))
         triggers = {name for name in found if name.endswith(("__u", "__x"))}
-        return found | {name: source for name, source in functions if name in triggers or name == "stale"}
+        return found | {name: source for name, source in functions if name in triggers}
 
     def same_statement(self, there: str, wanted: str) -> bool:
         return not there or wanted.startswith("create trigger") or there.strip() in wanted
@@ -805,15 +800,15 @@ class Reader:
             if self.source.entity(name) is None:
                 return False
             self.engine.view_schema(connection, self.schema, self.role, self.source.epoch)
+            build(
+                f"{self.schema}._epoch", f"create view {self.schema}._epoch as select epoch from {SCHEMA}.ledger_clock"
+            )
+            connection.execute(f"grant select on {self.schema}._epoch to {self.role}")
             sql = self.source.governed(name, relation)
             if sql is None:
                 return False
-            known = f"(select case when c.epoch = {self.source.epoch} then true else {SCHEMA}.stale() end from {SCHEMA}.ledger_clock c)"
-            fresh = "" if self.draft else f" where {known}"
             barrier = "" if self.source.open(name) else " with (security_barrier)"
-            build(
-                f"{self.schema}.{name}", f"create view {self.schema}.{name}{barrier} as select * from ({sql}) g{fresh}"
-            )
+            build(f"{self.schema}.{name}", f"create view {self.schema}.{name}{barrier} as {sql}")
             connection.execute(f"grant select on {self.schema}.{name} to {self.role}")
             return True
 
@@ -845,6 +840,7 @@ class Reader:
     def answer(self, sql: str, params: Any, deadline: float, limit: int) -> Answer:
         """Names and rows of one SELECT."""
         text, values = self._prepared(sql, params)
+        entities = [entity for entity in checked(sql)[2] if self.source.entity(entity) is not None]
         for attempt in (1, 2):
             try:
                 self._set("search_path", self.schema)
@@ -852,43 +848,45 @@ class Reader:
                     self._set("livinglayer.as_of", str(self.source.as_of))
                 self._set("statement_timeout", str(max(1, round((deadline - time.monotonic()) * 10) * 100)))
                 room = None if self.source.policy.principal == OWNER else self.engine.settings.query_bytes // 4
-                return self._run(text, values, limit, room)
+                return self._run(text, values, limit, room, epoch=bool(entities))
             except pg.UndefinedTable as error:
                 if attempt == 2:
                     raise self._refusal(error) from None
-                for entity in checked(sql)[2]:  # swept away, or never there
+                for entity in entities:  # swept away
                     self.bind(entity, again=True)
             except psycopg.Error as error:
-                if error.sqlstate == STALE:
-                    raise Stale from None
                 raise self._refusal(error) from None
         raise AssertionError
 
-    def _run(self, text: str, values: list[Any], limit: int, room: int | None = None) -> Answer:
+    def _run(self, text: str, values: list[Any], limit: int, room: int | None = None, epoch: bool = False) -> Answer:
+        """Run a checked statement; with `epoch` every row says at which one it was read, so that old views are noticed."""
         cursor = self.connection.cursor()
-        sql = f"select * from ({text}) q limit {limit + 1}" if limit < 1 << 40 else text
+        asked = f", (select e.epoch from {self.schema}._epoch e)" if epoch else ""
+        sql = f"select q.*{asked} from ({text}) q limit {limit + 1}"
+        rows: list[tuple[Any, ...]] = []
         if room is None:
             cursor.execute(sql, values)
             rows = cursor.fetchall()
-        else:  # row by row, so that an answer too large is never held
-            rows = []
-            for row in cursor.stream(sql, values):
-                room -= sum(
-                    len(v) if isinstance(v, str | bytes) else len(repr(v)) if isinstance(v, dict | list) else 16
-                    for v in row
-                )
+        else:
+            for row in cursor.stream(sql, values):  # an answer too large is never held
+                room -= sum(map(_size, row))
                 if room < 0:
                     raise LimitExceeded("the answer is larger than it may be", hint="ask for less at a time")
                 rows.append(row)
-            if not rows:
-                return [], [], []
-        if cursor.description is None:
-            raise Invalid("a query is a SELECT")
+        if epoch:
+            read = (
+                rows[0][-1:] if rows else self.connection.execute(f"select epoch from {self.schema}._epoch").fetchone()
+            )
+            if read != (self.source.epoch,):
+                raise Stale
         if len(rows) > limit:
             raise LimitExceeded(
                 f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit="
             )
-        return distinct([c.name for c in cursor.description]), [], rows
+        if not rows or cursor.description is None:
+            return [], [], []
+        names = [c.name for c in cursor.description]
+        return (distinct(names[:-1]), [], [row[:-1] for row in rows]) if epoch else (distinct(names), [], rows)
 
     def inside(self, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
         """On the writer's connection, within its transaction: as the role, then as the owner again."""
@@ -949,6 +947,10 @@ class Reader:
         if "_b_" in text or "ll_" in text or SCHEMA in text:
             return Invalid("the query can't be run")
         return Invalid(f"the query can't be run: {text}")
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes) else len(repr(value)) if isinstance(value, dict | list) else 16
 
 
 def _parameter(value: Any) -> Any:

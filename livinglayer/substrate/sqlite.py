@@ -645,6 +645,8 @@ class Reader:
                 raise self._refusal(text) from None
             except apsw.AuthError as error:
                 raise self._refusal(str(error)) from None
+            except UnicodeDecodeError:
+                raise Invalid("a text of the answer is not valid UTF-8", hint="leave it a blob, or use hex()") from None
             except apsw.InterruptError:
                 raise TimedOut("the query took too long", hint="ask for less, or give a longer timeout") from None
             except apsw.TooBigError:

@@ -147,8 +147,6 @@ def everything(engine: str) -> list[str]:
     if engine == "postgres":
         made += ["create schema livinglayer", *statements(engine, "create domain")]
     made += ledger_statements(engine)
-    if engine == "postgres":
-        made += statements(engine, "create function livinglayer.stale(")
     for entity in entities():
         if entity["kind"] == "entity":
             columns = [(f"{f['name']}_{f['id']}", f["type"]) for f in entity["fields"]]
