@@ -24,9 +24,10 @@ from .substrate.engine import Engine
 from .substrate.ledger import MAIN_CHAIN, Execution, Ledger, Tx, Work
 from .substrate.permissions import Decision
 from .substrate.prune import prune as prune_history
-from .substrate.reads import Reads, clock
+from .substrate.reads import LONGEST, Reads, clock
 from .substrate.schema import OWNER, SYSTEM, Schema
 from .substrate.sqlite import SqliteEngine
+from .substrate.values import HASH
 from .substrate.verify import Report, verify
 
 Moment = int | datetime | None
@@ -172,6 +173,8 @@ class Writes:
         key: str | None = None, principal: str | None = None, seen: Seen = (),
     ) -> int:  # fmt: skip
         """Update the row with these values in the fields `on`, or add one; returns its id."""
+        if not isinstance(values, Mapping) or isinstance(on, bytes) or not isinstance(on, Sequence):
+            raise Invalid("upsert takes a dict of fields, and in `on` the names of those that tell rows apart")
         return int(
             self._whole(
                 principal,
@@ -236,6 +239,8 @@ class Writes:
     ) -> Iterator[Transaction]:
         """Many changes as one tx: all or nothing. Others wait to write meanwhile; reads inside see its own writes."""
         execution = self._execution(principal)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= LONGEST:
+            raise Invalid(f"timeout is a number of seconds up to {LONGEST}, not {timeout!r}")
         with self._ledger.work(timeout) as work:
             held = Transaction(self, Tx(work, execution, branch, reason, cause, None, seen), time.monotonic() + timeout)
             try:
@@ -678,7 +683,8 @@ class Layer(Writes):
 
     def blob(self, digest: str) -> bytes:
         """The content of a file field of a row that this handle's principal may read."""
-        data = self.engine.get_blob(digest) if self._names(digest) else None
+        known = isinstance(digest, str) and HASH.fullmatch(digest) is not None and self._names(digest)
+        data = self.engine.get_blob(digest) if known else None
         if data is None:
             raise NotFound(f"there is no content {digest!r}")
         return data

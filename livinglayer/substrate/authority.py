@@ -33,6 +33,8 @@ def principal(
     if not tx.policy.sovereign():  # who can give roles and tokens can give itself everything
         raise Denied(f"{tx.policy.me['name']} may not change principals: only an owner may")
     number = _find(tx, name)
+    if not isinstance(attributes, Mapping | None) or not isinstance(roles, Sequence | None):
+        raise Invalid("attributes are a dict, roles a list of names")
     values: dict[str, Any] = {
         k: v for k, v in (("kind", kind), ("attributes", attributes), ("token", token)) if v is not None
     }
@@ -176,6 +178,8 @@ def can(
     """Whether a principal may do something, and the permission rows that decide it."""
     if action not in ACTIONS:
         raise Invalid(f"there is no action {action!r}", hint=", ".join(ACTIONS))
+    if not isinstance(resource, str):
+        raise Invalid(f"a resource is text like item, item.name or item/7, not {resource!r}")
     head, _, row_part = resource.partition("/")
     name, _, label = head.partition(".")
     row_id, _, row_field = row_part.partition(".")

@@ -47,7 +47,7 @@ def fork(
     reason: str | None,
 ) -> int:
     """A new branch that begins as `source` is (or was); costs one row."""
-    check_name(name, "a branch")
+    check_name(name, "a branch", frozenset())  # it never stands in SQL
     with ledger.work() as work:
         parent = work.catalog.branch(work.session, source, open_only=True)
         policy = work.catalog.policy(work.session, execution.principal, work.version)
@@ -441,7 +441,7 @@ def _take(
             raise Conflict(f"field {now['name']!r} was retyped on both sides", hint="backfill it on the target first")
         wanted = {**wanted, "was": dumps({"store": now["store"], "type": now["type"]})}
     if wanted is None:
-        row = tx._current(entity, table, row_id, "delete")
+        row = tx._current(entity, table, row_id)
         tx._authorize("delete", entity, table, row_id, row, row.values, frozenset())
         tx._write(entity, table, row_id, row, None, ())
         plan.removed.append((entity, row_id))

@@ -11,7 +11,7 @@ from .engine import Engine, Session
 from .ledger import Tx, Work
 from .predicates import compile_predicate
 from .schema import SYSTEM, Entity, Field, check_entity_name, check_name, field_of, field_values, with_field
-from .values import convertible
+from .values import convert, convertible
 from .views import arms
 
 ENTITY, FIELD = SYSTEM.by_name["entity"], SYSTEM.by_name["field"]
@@ -144,6 +144,8 @@ def alter(
 ) -> None:  # fmt: skip
     """Change an entity: new, renamed, retyped, dropped fields, other options, another name."""
     _authorized(tx)
+    if not all(isinstance(part, Mapping) for part in (add, rename, retype, change)):
+        raise Invalid("add, rename, retype and change are dicts by field name")
     entity = _own(tx, name)
     limit = tx.work.settings.value_bytes
     number = entity.id
@@ -203,6 +205,8 @@ def _retype(tx: Tx, number: int, label: str, spec: Any, limit: int) -> None:
     entity = tx.schema.by_id[number]
     f = entity.get(label)
     row = field_values(entity.name, label, spec, limit)
+    if row["initial"] is None and f.initial not in (None, "now()") and convertible(f.type, row["type"]):
+        row["initial"] = convert(f.type, row["type"], f.encode(entity.name, f.initial, limit))
     if f.was:
         raise Conflict(
             f"{entity.name}.{label} is being retyped already", hint=f"layer.backfill({entity.name!r}, {label!r}) first"

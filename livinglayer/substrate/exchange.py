@@ -49,7 +49,7 @@ def export(
                 writer = csv.writer(file)
                 writer.writerow(names)
                 for row in rows:
-                    writer.writerow([_cell(row[name]) for name in names])
+                    writer.writerow([_cell(found.by_name.get(name), row[name]) for name in names])
         else:
             _write_parquet(path, names, rows)
     except OSError as error:
@@ -61,16 +61,14 @@ def _plain(value: Any) -> str:
     return str(value) if isinstance(value, Decimal) else value.isoformat()
 
 
-def _cell(value: Any) -> str:
-    """CSV has no null: nothing is null, a quoted pair of quotes would be lost, so an empty text is written as \"\"."""
+def _cell(f: Field | None, value: Any) -> str:
+    """CSV has no null: an empty cell is null; an empty text, or one that begins with a quote, is written as JSON."""
     if value is None:
         return ""
-    if value == "":
-        return '""'
+    if (f is not None and f.type == "json") or value == "" or (isinstance(value, str) and value[0] == '"'):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, dict | list):
-        return json.dumps(value, ensure_ascii=False)
     return _plain(value) if isinstance(value, date | datetime | Decimal) else str(value)
 
 
@@ -87,7 +85,7 @@ def load(
         for line, row in enumerate(_rows(path, chosen, found), start=1):
             row.pop("id", None)
             try:
-                tx.insert(entity, row)
+                tx.tx.insert(entity, row, loading=True)
             except Invalid as error:
                 raise Invalid(f"{path.name}, row {line}: {error.message}", error.hint) from None
             count += 1
@@ -108,7 +106,9 @@ def _rows(path: Path, chosen: str, entity: Entity) -> Iterator[dict[str, Any]]:
                             raise Invalid(f"{path.name}, line {number} is not an object")
                         yield row
                 return
-            for cells in csv.DictReader(file):
+            for number, cells in enumerate(csv.DictReader(file), start=1):
+                if None in cells:
+                    raise Invalid(f"{path.name}, row {number} has more cells than there are columns")
                 yield {name: _value(entity.by_name.get(name), cell) for name, cell in cells.items() if name is not None}
         except (json.JSONDecodeError, UnicodeDecodeError, csv.Error) as error:
             raise Invalid(f"{path.name} can't be read as {chosen}: {error}") from None
@@ -118,8 +118,6 @@ def _value(f: Field | None, cell: Any) -> Any:
     """A CSV cell as its field's type."""
     if cell is None or cell == "":
         return None
-    if cell == '""':
-        return ""
     kind = f.type if f else "text"
     try:
         if kind in ("int", "ref"):
@@ -128,7 +126,7 @@ def _value(f: Field | None, cell: Any) -> Any:
             return float(cell)
         if kind == "bool":
             return {"true": True, "false": False, "1": True, "0": False}[cell.lower()]
-        if kind == "json":
+        if kind == "json" or cell[0] == '"':
             return json.loads(cell)
     except (ValueError, KeyError):
         raise Invalid(f"{cell!r} is not {kind}") from None

@@ -25,7 +25,7 @@ from .permissions import Policy, Rules
 from .predicates import Env, Predicate, compile_predicate
 from .schema import MAIN, Entity, Field, Schema, dumps
 from .tables import Row, Table
-from .values import Stored, datetime_text, json_text, text
+from .values import INT_MAX, Stored, datetime_text, json_text, text
 from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
@@ -62,6 +62,8 @@ class Scope:
     def of(given: Mapping[str, Any] | None) -> Scope:
         if given is None:
             return Scope()
+        if not isinstance(given, Mapping):
+            raise Invalid(f"a scope is a dict with branch and entities, not {given!r}")
         unknown = set(given) - {"branch", "entities"}
         if unknown:
             raise Invalid(f"a scope has branch and entities, not {', '.join(sorted(unknown))}")
@@ -69,6 +71,8 @@ class Scope:
         if entities is not None:
             if isinstance(entities, Sequence) and not isinstance(entities, str):
                 entities = {name: {} for name in entities}
+            if not isinstance(entities, Mapping):
+                raise Invalid("the entities of a scope are a dict: entity -> actions, fields, where")
             for name, part in entities.items():
                 if not isinstance(part, Mapping) or set(part) - {"actions", "fields", "where"}:
                     raise Invalid(f"the scope of {name!r} has actions, fields and where")
@@ -196,7 +200,7 @@ class Tx:
         self.result: Any = None
         self._schema: tuple[Any, Schema] | None = None
         self._request: list[Any] = []
-        for item in seen:
+        for item in _seen(seen):
             self._unchanged(*item)
 
     @property
@@ -207,12 +211,12 @@ class Tx:
 
     # What people call
 
-    def insert(self, entity: str, values: Mapping[str, Any], number: int | None = None) -> int:
-        """Add a row and return its id; Invalid, Conflict or Denied when it may not be."""
+    def insert(self, entity: str, values: Mapping[str, Any], loading: bool = False) -> int:
+        """Add a row and return its id; Invalid, Conflict or Denied when it may not be. One that is `loading` has a past."""
         found = self._writable(entity)
         if not isinstance(values, Mapping):
             raise Invalid(f"a row of {entity!r} is a dict of its fields, not {type(values).__name__}")
-        return self.add(found, self._encoded(found, values), number, given=values.keys())
+        return self.add(found, self._encoded(found, values), given=values.keys(), loading=loading)
 
     def update(self, entity: str, number: int, values: Mapping[str, Any], expect: int | None = None) -> int:
         """Set fields of a row and return the tx, its new version; NotFound, Conflict when it changed since `expect`."""
@@ -314,6 +318,7 @@ class Tx:
         number: int | None = None,
         merging: bool = False,
         given: Iterable[str] | None = None,
+        loading: bool = False,
     ) -> int:
         """Write a new row of stored values by field name; `given` are those the caller set itself (others are defaults)."""
         table = self.work.table(entity)
@@ -321,8 +326,17 @@ class Tx:
         for name, value in stored.items():
             f = entity.by_name[name]
             values[table.index[f.store]] = value
-            if f.type == "state" and not merging and value is not None and value != f.options["initial"]:
-                raise Invalid(f"{entity.name}.{f.name}: a new row begins as {f.options['initial']!r}, not {value!r}")
+            if (
+                f.type == "state"
+                and not merging
+                and not loading
+                and value is not None
+                and value != f.options["initial"]
+            ):
+                raise Invalid(
+                    f"{entity.name}.{f.name}: a new row begins as {f.options['initial']!r}, not {value!r}",
+                    hint="insert it, then update the state",
+                )
         number = self.work.new_id() if number is None else number
         self.overwrite(
             entity, table, number, None, values, (), set(stored), merging, stored.keys() if given is None else given
@@ -339,7 +353,7 @@ class Tx:
     ) -> None:
         """Write stored values into a row."""
         table = self.work.table(entity)
-        row = self._current(entity, table, number, "update")
+        row = self._current(entity, table, number)
         self._expected(entity, number, row, expect)
         values = list(row.values)
         places: list[int] = []
@@ -380,7 +394,7 @@ class Tx:
         table = self.work.table(entity)
         if cascading and table.get(self.session, self.chain, number) is None:
             return  # another way led here before
-        row = self._current(entity, table, number, "delete")
+        row = self._current(entity, table, number)
         self._expected(entity, number, row, expect)
         if not cascading:
             self._authorize("delete", entity, table, number, row, row.values, frozenset())
@@ -409,22 +423,21 @@ class Tx:
         assert row is not None
         values = list(row.values)
         places = table.set(f, values, None)
+        if not self._in_slice(entity, table, number, values):
+            raise Denied(
+                f"{entity.name}/{number} would leave the slice of branch {self.name!r}", hint="change it first"
+            )
+        self._constrain(entity, table, number, values, {f.name})
         self._write(entity, table, number, row, values, places)
-        self.touched.setdefault((entity.name, number), set()).add(f.name)
 
-    def _current(self, entity: Entity, table: Table, number: int, action: str) -> Row:
+    def _current(self, entity: Entity, table: Table, number: int) -> Row:
         row = table.get(self.session, self.chain, number)
         if self.branch == MAIN and self.engine.reads_ahead:
-            ledger = self.work.ledger
-            ledger.reads[entity.name] = table._sql["get", MAIN_CHAIN]
-            if type(self.work.version) is int:
-                policies = (
-                    ledger.known[1] if ledger.known is not None and ledger.known[0].version == self.work.version else {}
-                )
-                ledger.known = (self.work, {**policies, self.execution.principal: self.policy}, self.schema)
+            self.work.ledger.learn(self, entity, table)
         if row is None or not self._in_slice(entity, table, number, row.values):
+            where = "" if self.branch == MAIN else f" on branch {self.name!r}"
             raise NotFound(
-                f"there is no {entity.name}/{number}" + ("" if self.branch == MAIN else f" on branch {self.name!r}")
+                f"there is no {entity.name}/{number}{where}", hint=f"select id from {entity.name} lists them"
             )
         return row
 
@@ -557,7 +570,10 @@ class Tx:
             state = table.named(entity, values, number)
             for f, rule in rules:
                 if rule.test(Env(state, {}, self._follow)) is False:
-                    raise Invalid(f"{entity.name}.{f.name} breaks its check: {f.rule}")
+                    raise Invalid(
+                        f"{entity.name}.{f.name} breaks its check: {f.rule}",
+                        hint="give a row that meets it; layer schema shows the checks",
+                    )
         if not entity.spanning & names:
             return
         if self.deferred:
@@ -571,13 +587,19 @@ class Tx:
             if f.name in names:
                 value = table.value(f, values)
                 if value is not None and not self._exists(f.target or "", int(value)):
-                    raise Invalid(f"{entity.name}.{f.name}: there is no {f.target}/{value}")
+                    raise Invalid(
+                        f"{entity.name}.{f.name}: there is no {f.target}/{value}",
+                        hint=f"insert the {f.target} first, or in the same transaction",
+                    )
         for fields in entity.unique_sets:
             if any(f.name in names for f in fields):
                 wanted = [table.value(f, values) for f in fields]
                 if None not in wanted and (other := self._having(entity, fields, wanted, number)) is not None:
                     shown = ", ".join(f"{f.name} {v!r}" for f, v in zip(fields, wanted, strict=True))
-                    raise Conflict(f"{entity.name} with {shown} is there already: {entity.name}/{other}")
+                    raise Conflict(
+                        f"{entity.name} with {shown} is there already: {entity.name}/{other}",
+                        hint="update that one, or upsert",
+                    )
 
     def _exists(self, name: str, number: int) -> bool:
         entity = self.schema.by_name.get(name)
@@ -716,9 +738,19 @@ class Tx:
         return bool(self.changes or self.facts or self.merged_from)
 
 
+def _seen(given: Any) -> list[tuple[str, int, int]]:
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        items = list(given)
+        if all(isinstance(item, tuple | list) and len(item) == 3 and isinstance(item[2], int) for item in items):
+            return [tuple(item) for item in items]
+    raise Invalid("seen is a list of (entity, id, tx): what was read, and when")
+
+
 def _id(number: Any) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise Invalid(f"an id is an int, not {number!r}")
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= INT_MAX:
+        raise Invalid(
+            f"an id is an int of 64 bits, not {number!r}", hint="insert returns it; select id from the entity"
+        )
     return number
 
 
@@ -782,6 +814,14 @@ class Ledger:
     def work(self, timeout: float | None = None) -> _Exclusive:
         """The layer for one writer, until the block ends: committed, or rolled back by an exception."""
         return _Exclusive(self, timeout)
+
+    def learn(self, tx: Tx, entity: Entity, table: Table) -> None:
+        """Keep what the next write of this entity on main can go by."""
+        self.reads[entity.name] = table._sql["get", MAIN_CHAIN]
+        if type(tx.work.version) is int:
+            same_epoch = self.known is not None and self.known[0].version == tx.work.version
+            policies = self.known[1] if same_epoch and self.known is not None else {}
+            self.known = (tx.work, {**policies, tx.execution.principal: tx.policy}, tx.schema)
 
     def ahead(self, entity: str, number: Any) -> tuple[str, tuple[Any, ...]] | None:
         """How main's row of an entity was last read: what the next write of one can ask for with its begin."""

@@ -73,6 +73,10 @@ def _ours(error: psycopg.Error) -> LayerError:
         return TimedOut("the query took too long", hint="ask for less, or give a longer timeout")
     if isinstance(error, pg.SerializationFailure):
         return Conflict("the layer changed meanwhile", hint="read again and decide anew")
+    if isinstance(
+        error, pg.UndefinedTable | pg.UndefinedColumn | pg.UndefinedFunction | pg.DatatypeMismatch | pg.SyntaxError
+    ):
+        return Corrupt(f"the database is not as the layer left it: {text}", hint="layer verify; restore a backup")
     if isinstance(error, pg.DataCorrupted | pg.IndexCorrupted):
         return Corrupt(f"the database says its files are damaged: {text}")
     if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or error.sqlstate in (
@@ -946,7 +950,7 @@ class Reader:
             return _ours(error)
         if "_b_" in text or "ll_" in text or SCHEMA in text:
             return Invalid("the query can't be run")
-        return Invalid(f"the query can't be run: {text}")
+        return Invalid(f"the query can't be run: {text}", hint="layer schema lists entities and fields")
 
 
 def _size(value: Any) -> int:

@@ -82,7 +82,7 @@ class Field:
         def choose(what: str, value: Any, limit: int) -> Stored:
             stored = ENCODE["text"](what, value, limit)
             if stored not in self.values:
-                raise Invalid(f"{what}: {stored!r} is not one of {', '.join(sorted(self.values))}")
+                raise Invalid(f"{what}: {stored!r} is not one of its values", hint=", ".join(sorted(self.values)))
             return stored
 
         return choose
@@ -204,6 +204,8 @@ class Schema:
         return found
 
     def get(self, name: str) -> Entity:
+        if not isinstance(name, str):
+            raise Invalid(f"an entity is called by its name, not {name!r}", hint="layer schema lists them")
         found = self.by_name.get(name)
         if found is None:
             near = ", ".join(sorted(n for n in self.by_name if n[0] == name[:1]))
@@ -213,14 +215,14 @@ class Schema:
         return found
 
 
-def check_name(name: Any, what: str) -> str:
+def check_name(name: Any, what: str, words: frozenset[str] = WORDS) -> str:
     """A name that works unquoted on both engines, or Invalid."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > NAME_LENGTH:
         raise Invalid(
             f"{name!r} can't be the name of {what}",
             hint=f"lower-case letters, digits and single underscores, a letter first, at most {NAME_LENGTH}",
         )
-    if name in WORDS:
+    if name in words:
         raise Invalid(f"{name!r} is a word of SQL and can't be the name of {what}")
     return name
 

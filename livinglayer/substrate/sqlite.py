@@ -620,7 +620,7 @@ class Reader:
             try:
                 cursor = self.connection.execute(sql, params)
                 if not self.statements:
-                    raise Invalid("a query is a SELECT; there is none")
+                    raise Invalid("a query is a SELECT; there is none", hint="e.g. select * from item")
                 shape = self.shapes.get(sql)
                 if shape is None:
                     try:
@@ -688,7 +688,7 @@ class Reader:
                 "the statement reaches for something that is not there",
                 hint="query entities by their names; layer schema lists them",
             )
-        return Invalid(f"the query can't be run: {text}")
+        return Invalid(f"the query can't be run: {text}", hint="layer schema lists entities and fields")
 
 
 @functools.cache

@@ -25,7 +25,7 @@ JSON_DEPTH = 100
 
 def _wrong(what: str, value: object, needed: str) -> Invalid:
     shown = repr(value)
-    return Invalid(f"{what}: {shown[:60]}{'…' if len(shown) > 60 else ''} is not {needed}")
+    return Invalid(f"{what}: {shown[:60]}{'…' if len(shown) > 60 else ''} is not {needed}", hint=f"give {needed}")
 
 
 def text(what: str, value: Any, limit: int) -> str:
@@ -36,7 +36,10 @@ def text(what: str, value: Any, limit: int) -> str:
     try:
         size = len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError:
-        raise Invalid(f"{what}: text has a lone surrogate, which is not valid Unicode") from None
+        raise Invalid(
+            f"{what}: text has a lone surrogate, which is not valid Unicode",
+            hint="decode it with the encoding it was written in",
+        ) from None
     if size > limit:
         raise LimitExceeded(f"{what}: {size} bytes are more than {limit}", hint="store large content in a file field")
     return value

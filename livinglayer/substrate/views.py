@@ -107,7 +107,7 @@ def history_sql(engine: Engine, entity: Entity, chain: Chain) -> str:
         null = engine.null_tx
         if level.branch == MAIN:
             parts.append(
-                f"select x.id{fields}, x._tx as tx, {alive if ends else null} as tx_end, {act.format('x._tx')} as op, {MAIN} as b from {at}{entity.store} x where true{within.format('x._tx')}"
+                f"select x.id{fields}, x._tx as tx, {alive if ends else null} as tx_end, {act.format('x._tx')} as op, {MAIN} as b__ from {at}{entity.store} x where true{within.format('x._tx')}"
             )
             parts.append(
                 f"select x.id{fields}, x.tx_from, {ended}, {act.format('x.tx_from')}, {MAIN} from {at}{entity.store}__h x where true{within.format('x.tx_from')}"
@@ -117,10 +117,10 @@ def history_sql(engine: Engine, entity: Entity, chain: Chain) -> str:
             )
         else:
             parts.append(
-                f"select x.id{fields}, x.tx_from as tx, case when x.del = 1 then x.tx_from else {ended} end as tx_end, {act.format('x.tx_from')} as op, {level.branch} as b from {at}{entity.store}__d x where x.branch = {level.branch}{within.format('x.tx_from')}"
+                f"select x.id{fields}, x.tx_from as tx, case when x.del = 1 then x.tx_from else {ended} end as tx_end, {act.format('x.tx_from')} as op, {level.branch} as b__ from {at}{entity.store}__d x where x.branch = {level.branch}{within.format('x.tx_from')}"
             )
     names = ", ".join(["v.id", *(f"v.{f.name}" for f in entity.fields)])
-    branch, principal = _name(engine, "branch", "v.b"), _name(engine, "principal", "t.principal")
+    branch, principal = _name(engine, "branch", "v.b__"), _name(engine, "principal", "t.principal")
     op = "case v.op when 'i' then 'insert' when 'u' then 'update' when 'd' then 'delete' end"
     n = history_names(entity)
     return (
