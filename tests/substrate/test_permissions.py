@@ -123,7 +123,7 @@ def test_fields_limit_what_is_read_and_what_is_set(shared: Layer) -> None:
         lambda: shared.update("form", row, {"salary": 1}, principal="fay"),
         lambda: shared.update("form", row, {"name": "c", "state": "x"}, principal="fay"),
     ):
-        with pytest.raises(Denied, match="no permission covers (salary|state)"):
+        with pytest.raises(Denied, match=r"no permission covers (salary|state)"):
             write()
     with pytest.raises((Invalid, NotFound)):
         shared.query("select salary from form", principal="fay")

@@ -102,7 +102,7 @@ def test_who_may_not_read_the_ledger_sees_versions_without_names(shared: Layer) 
 
 def test_history_gives_way_to_fields_that_have_its_names(shared: Layer) -> None:
     names = ("at", "principal", "reason", "execution", "branch")
-    shared.define("clashing", {name: "text" for name in names})
+    shared.define("clashing", dict.fromkeys(names, "text"))
     row = shared.insert("clashing", {name: f"own {name}" for name in names}, reason="why")
     (version,) = shared.query("select * from clashing__history")
     assert {name: version[name] for name in names} == {name: f"own {name}" for name in names}
