@@ -237,7 +237,8 @@ class Tx:
         fields = [found.get(name) for name in ([on] if isinstance(on, str) else on)]
         if not fields or any(values.get(f.name) is None for f in fields):
             raise Invalid(
-                f"upsert needs a value for each field of `on`: {', '.join(f.name for f in fields) or 'none given'}"
+                f"upsert needs a value for each field of `on`: {', '.join(f.name for f in fields) or 'none given'}",
+                hint="they tell which row is meant",
             )
         stored = self._encoded(found, values, partial=True)
         number = self._having(found, fields, [stored[f.name] for f in fields], None)
@@ -746,8 +747,12 @@ def _seen(given: Any) -> list[tuple[str, int, int]]:
     raise Invalid("seen is a list of (entity, id, tx): what was read, and when")
 
 
+def _fits(number: Any) -> bool:
+    return type(number) is int and 0 <= number <= INT_MAX
+
+
 def _id(number: Any) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= INT_MAX:
+    if not _fits(number):
         raise Invalid(
             f"an id is an int of 64 bits, not {number!r}", hint="insert returns it; select id from the entity"
         )
@@ -826,14 +831,14 @@ class Ledger:
     def ahead(self, entity: str, number: Any) -> tuple[str, tuple[Any, ...]] | None:
         """How main's row of an entity was last read: what the next write of one can ask for with its begin."""
         sql = self.reads.get(entity)
-        return None if sql is None or type(number) is not int else (sql, (number,))
+        return (sql, (number,)) if sql is not None and _fits(number) else None
 
     def swift(self, execution: Execution, entity: str, number: Any, values: Any, expect: int | None) -> int | None:
         """Update one row of main with one statement where the engine can and nothing but its values is to be looked at.
 
         None: it can't be done like that; nothing has happened.
         """
-        alone = self.engine.reads_ahead and not self._leading and type(number) is int and isinstance(values, Mapping)
+        alone = self.engine.reads_ahead and not self._leading and _fits(number) and isinstance(values, Mapping)
         if not alone or self.known is None or execution not in self.executions or not execution.open:
             return None
         work, policies, schema = self.known

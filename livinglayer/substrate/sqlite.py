@@ -490,6 +490,7 @@ class Reader:
         self.governed: set[str] = set()
         self.guarding, self.statements, self.deadline, self.text = False, 0, 0.0, ""
         self.denied: str | None = None  # the table a statement reached for
+        self.changing = False  # whether it would have done more than read
         self.exact_sum = False
         self.shapes: dict[str, tuple[list[str], list[tuple[int, str]]]] = {}  # columns of statements that ran before
         self.tables = {name.lower() for (name,) in connection.execute("select name from main.sqlite_schema")}
@@ -553,6 +554,7 @@ class Reader:
                 allowed = self._counted((first or "").lower())
         if not allowed:
             self.denied = first if op == apsw.SQLITE_READ else None
+            self.changing = op not in (apsw.SQLITE_READ, apsw.SQLITE_FUNCTION)
         return apsw.SQLITE_OK if allowed else apsw.SQLITE_DENY
 
     def _counted(self, name: str) -> bool:
@@ -604,7 +606,7 @@ class Reader:
                 if isinstance(params, Mapping)
                 else tuple(map(parameter, params))
             )
-        self.guarding, self.text, self.denied = True, sql.lower(), None
+        self.guarding, self.text, self.denied, self.changing = True, sql.lower(), None, False
         try:
             found = self._answer(sql, params, limit)
         finally:
@@ -675,14 +677,14 @@ class Reader:
 
     def _refusal(self, text: str) -> LayerError:
         """SQLite's complaint without our inner names."""
+        if self.changing or text.endswith("because it is a view"):
+            return Invalid("a query can't change anything", hint="write with insert, update and delete")
         name = text.removeprefix("no such table: ") if text.startswith("no such table: ") else self.denied
         if name is not None and self.nonce not in name:
             return NotFound(
                 f"there is no entity {name.removeprefix('main.').removeprefix('temp.')!r} to read",
                 hint="layer schema lists what there is",
             )
-        if text.endswith("because it is a view"):
-            return Invalid("a query can't change anything", hint="write with insert, update and delete")
         if self.nonce in text or "prohibited" in text or "not authorized" in text:
             return NotFound(
                 "the statement reaches for something that is not there",
