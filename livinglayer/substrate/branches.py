@@ -440,6 +440,10 @@ def _take(
         if now["was"] is not None:
             raise Conflict(f"field {now['name']!r} was retyped on both sides", hint="backfill it on the target first")
         wanted = {**wanted, "was": dumps({"store": now["store"], "type": now["type"]})}
+    elif entity.name == "field" and now is not None and wanted is not None and now["was"] is not None:
+        wanted = {**wanted, "was": now["was"]}  # backfilled on the branch only: the target's other rows are not
+        if _equal(wanted, now):
+            return
     if wanted is None:
         row = tx._current(entity, table, row_id)
         tx._authorize("delete", entity, table, row_id, row, row.values, frozenset())
