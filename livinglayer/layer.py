@@ -131,8 +131,8 @@ class Writes:
     ) -> int:  # fmt: skip
         """Set fields of a row and return the tx, which is the row's new version."""
         request = ("update", entity, id, dict(values) if isinstance(values, Mapping) else values, expect)
-        if branch == "main" and reason is None and cause is None and key is None and seen == ():
-            number = self._ledger.swift(self._execution(principal), entity, id, values, expect)
+        if branch == "main" and key is None and seen == ():
+            number = self._ledger.swift(self._execution(principal), entity, id, values, expect, cause, reason)
             if number is not None:
                 return number
         ahead = self._ledger.ahead(entity, id) if branch == "main" else None

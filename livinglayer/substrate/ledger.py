@@ -833,7 +833,9 @@ class Ledger:
         sql = self.reads.get(entity)
         return (sql, (number,)) if sql is not None and _fits(number) else None
 
-    def swift(self, execution: Execution, entity: str, number: Any, values: Any, expect: int | None) -> int | None:
+    def swift(
+        self, execution: Execution, entity: str, number: Any, values: Any, expect: int | None, cause: Any, reason: Any
+    ) -> int | None:
         """Update one row of main with one statement where the engine can and nothing but its values is to be looked at.
 
         None: it can't be done like that; nothing has happened.
@@ -854,13 +856,14 @@ class Ledger:
             for name, v in values.items()
         }
         changed = sorted((found.by_name[name].store, found.by_name[name].type) for name in values)
+        said = (_text("cause", cause), _text("reason", reason))
         run = self.engine.swift(work.clock.epoch, table, changed)
         if run is None or not self._writing.acquire(blocking=False):
             return None
         try:
             given = [self.engine.native(kind, stored[column]) for column, kind in changed]
             return (
-                run(work.clock.epoch, found.id, execution.id, execution.principal, now(), number, expect, *given)
+                run(work.clock.epoch, found.id, execution.id, execution.principal, now(), *said, number, expect, *given)
                 or None
             )
         finally:

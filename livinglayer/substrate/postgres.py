@@ -486,7 +486,7 @@ class PostgresEngine:
                 if connection.execute("select to_regproc($1)", (name,)).fetchone() == (None,):
                     self._drop_swift(connection, table.store, epoch)
                     connection.execute(_swift_function(name, self, table, changed))
-            arguments = ", ".join(f"${n}" for n in range(1, 8 + len(changed)))
+            arguments = ", ".join(f"${n}" for n in range(1, 10 + len(changed)))
             found = self._swift[key] = f"select {name}({arguments})"
 
         def run(*given: Any) -> int:
@@ -621,9 +621,10 @@ def _swift_function(name: str, engine: PostgresEngine, table: Table, changed: Se
         return f"octet_length({text}) || ':' || {text} || ';'"
 
     own = " || ".join(map(lengthed, ("st", f"'{MAIN}'", "sa", "p_principal::text", "p_execution::text")))
+    said = " || ".join(f"coalesce({lengthed(text)}, '-;')" for text in ("p_cause", "p_reason"))
     change = " || ".join(map(lengthed, ("p_entity::text", "p_id::text", "'u'", "si")))
     seal = " || ".join(map(lengthed, ("st", "k.next_id::text", "k.epoch::text", "sa", "sh")))
-    return f"""create function {name}(p_epoch bigint, p_entity bigint, p_execution bigint, p_principal bigint, p_at timestamptz, p_id bigint, p_expect bigint{parameters})
+    return f"""create function {name}(p_epoch bigint, p_entity bigint, p_execution bigint, p_principal bigint, p_at timestamptz, p_cause text, p_reason text, p_id bigint, p_expect bigint{parameters})
 returns bigint language plpgsql as $$
 declare k {SCHEMA}.ledger_clock%rowtype; t bigint; a timestamptz; image bytea; h bytea; st text; sa text; si text; sh text;
 begin
@@ -634,8 +635,8 @@ begin
     returning substring(sha256(convert_to({image}, 'UTF8')) from 1 for 16) into image;
   if not found then return 0; end if;
   si := encode(image, 'hex');
-  h := sha256(k.hash || convert_to({own} || '-;-;-;-;' || {change}, 'UTF8')); sh := encode(h, 'hex');
-  insert into {SCHEMA}.ledger_tx values (t, {MAIN}, a, p_principal, p_execution, null, null, null, h);
+  h := sha256(k.hash || convert_to({own} || {said} || '-;-;' || {change}, 'UTF8')); sh := encode(h, 'hex');
+  insert into {SCHEMA}.ledger_tx values (t, {MAIN}, a, p_principal, p_execution, p_cause, p_reason, null, h);
   insert into {SCHEMA}.ledger_change values ({MAIN}, t, p_entity, p_id, 'u', image);
   update {SCHEMA}.ledger_clock set tx = t, at = a, hash = h, seal = substring(sha256(convert_to({seal}, 'UTF8')) from 1 for 8) where one = 1;
   return t;

@@ -33,6 +33,7 @@ from .views import Chain, base_sql, governed_sql, history_names, history_sql
 
 SUFFIX = "__history"
 LONGEST = 86_400
+READERS = 12  # connections kept idle
 logging.getLogger("sqlglot").setLevel(logging.CRITICAL)  # what it thinks of a caller's text is not for our log
 NAMED = ("principal", "reason", "execution", "branch")  # of history: who and why, for those who may read tx
 
@@ -356,11 +357,12 @@ class Reads:
         with self._lock:
             if keep:
                 self._idle.setdefault(key, []).append(reader)
-            while sum(map(len, self._idle.values())) > 12:
-                old = next(k for k, idle in self._idle.items() if idle)
-                dropped.append(self._idle[old].pop(0))
-            for empty in [k for k, idle in self._idle.items() if not idle]:
-                del self._idle[empty]
+            if len(self._idle) > 1 or len(self._idle.get(key, ())) > READERS:
+                while sum(map(len, self._idle.values())) > READERS:
+                    old = next(k for k, idle in self._idle.items() if idle)
+                    dropped.append(self._idle[old].pop(0))
+                for empty in [k for k, idle in self._idle.items() if not idle]:
+                    del self._idle[empty]
         for each in dropped:
             each.close()
 
