@@ -34,6 +34,7 @@ from .views import Chain, base_sql, governed_sql, history_names, history_sql
 SUFFIX = "__history"
 LONGEST = 86_400
 READERS = 12  # connections kept idle
+MOST = 1 << 60  # rows anybody can mean
 logging.getLogger("sqlglot").setLevel(logging.CRITICAL)  # what it thinks of a caller's text is not for our log
 NAMED = ("principal", "reason", "execution", "branch")  # of history: who and why, for those who may read tx
 
@@ -254,7 +255,7 @@ def check_request(sql: Any, params: Any, branch: Any, as_of: Any, timeout: float
     if isinstance(as_of, bool) or not isinstance(as_of, int | datetime | None):
         raise Invalid(f"as_of is a tx number or an aware datetime, not {as_of!r}")
     number = isinstance(timeout, int | float) and isinstance(limit, int) and not isinstance(limit, bool)
-    if not number or not 0 < timeout <= LONGEST or limit < 0:
+    if not number or not 0 < timeout <= LONGEST or not 0 <= limit <= MOST:
         raise Invalid(f"timeout is a number of seconds up to {LONGEST}, limit a number of rows")
     if isinstance(params, str | bytes) or not isinstance(params, Mapping | Sequence | None):
         raise Invalid(f"parameters are a dict or a list, not {type(params).__name__}")
