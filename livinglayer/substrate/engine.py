@@ -182,6 +182,9 @@ class Engine(Protocol):
     def swift(self, epoch: int, table: Any, changed: Sequence[tuple[str, str]]) -> Callable[..., int] | None:
         """A shortcut for an update of main's row that nothing else depends on, where round trips are dear."""
 
+    def strays(self, session: Session, known: set[str], stores: Sequence[str]) -> Iterator[str]:
+        """What is there beside the known tables and triggers and those of the entities."""
+
     # Content and queries
 
     def put_blob(self, digest: str, data: bytes) -> None: ...

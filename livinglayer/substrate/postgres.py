@@ -457,6 +457,10 @@ class PostgresEngine:
             if store + suffix not in there:
                 yield f"table {store}{suffix} is missing"
 
+    def strays(self, session: Session, known: set[str], stores: Sequence[str]) -> Iterator[str]:
+        """The catalogue is PostgreSQL's own to keep."""
+        return iter(())
+
     # Blobs
 
     def put_blob(self, digest: str, data: bytes) -> None:

@@ -23,7 +23,11 @@ def main() -> None:
     engine = SqliteEngine(directory, Settings())
     reads = Reads(Catalog(engine), Settings(), isolate=False)
     while (request := receive(0)) is not None:
-        send(1, answer(reads, request, memory))
+        found = answer(reads, request, memory)
+        try:
+            send(1, found, memory // 4)
+        except LimitExceeded as error:
+            send(1, {"error": "LimitExceeded", "message": error.message, "hint": error.hint})
 
 
 def answer(reads: Reads, request: list, memory: int) -> dict:  # type: ignore[type-arg]

@@ -393,8 +393,10 @@ def clock(engine: Engine, session: Session) -> tuple[int, int]:
 # Reader processes: a statement that eats memory or never ends takes only its own process with it.
 
 
-def send(fd: int, message: Any) -> None:
+def send(fd: int, message: Any, most: int | None = None) -> None:
     data = json.dumps(message, ensure_ascii=True, separators=(",", ":")).encode()
+    if most is not None and len(data) > most:
+        raise LimitExceeded(f"the answer is larger than {most} bytes", hint="ask for less at a time")
     data = struct.pack(">I", len(data)) + data
     while data:
         data = data[os.write(fd, data) :]
@@ -404,15 +406,17 @@ def receive(fd: int, deadline: float | None = None) -> Any:
     """One message; None at the end of the stream; TimeoutError when the deadline passes first."""
 
     def exactly(count: int) -> bytes | None:
-        parts = b""
+        parts = bytearray()
         while len(parts) < count:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError
             if deadline is not None and not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise TimeoutError
             part = os.read(fd, min(1 << 20, count - len(parts)))
             if not part:
                 return None
             parts += part
-        return parts
+        return bytes(parts)
 
     head = exactly(4)
     body = None if head is None else exactly(struct.unpack(">I", head)[0])

@@ -412,6 +412,23 @@ class SqliteEngine:
                 if made != _stored(f"create index {name} on {store}{suffix}({', '.join([*first, *listed])})"):
                     yield f"index {name} is not made as it should be"
 
+    def strays(self, session: Session, known: set[str], stores: Sequence[str]) -> Iterator[str]:
+        """Objects under a name, kind or table that nothing asks for."""
+        tables = {f"{store}{suffix}" for store in stores for suffix in ("", "__h", "__d")}
+        for kind, name, table, sql in session.all(
+            "select type, name, tbl_name, sql from sqlite_schema where sql is not null"
+        ):
+            parts = name.rsplit("_i_", 1)
+            asked = (
+                name in known
+                or name in tables
+                or (name.endswith("__h_id") and name[:-3] in tables)
+                or (len(parts) == 2 and parts[0] in tables)
+            )
+            on = name if kind == "table" else table if f" on {table}" in sql else None
+            if not asked or table != on or not sql.startswith(f"CREATE {str(kind).upper()} {name}"):
+                yield f"{kind} {name} of {table} is not the layer's"
+
     def _grown(self, table: str, columns: Sequence[tuple[str, str]], first: int) -> str:
         """The text SQLite keeps of a table made with its first columns, the others added later."""
         store = table.removesuffix("__h").removesuffix("__d")

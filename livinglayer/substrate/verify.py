@@ -253,6 +253,7 @@ def _structure(catalog: Catalog, session: Session) -> Iterator[str]:
         for sql in engine.triggers(store, [name for name, _ in columns]):
             if sql.startswith("create"):
                 wanted[_named(sql)] = sql
+    yield from engine.strays(session, set(wanted), list(_stores(catalog, session).values()))
     for name, sql in wanted.items():
         if there.get(name) is None:
             yield f"{name} is missing from the database"

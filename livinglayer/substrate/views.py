@@ -96,7 +96,7 @@ def history_sql(engine: Engine, entity: Entity, chain: Chain) -> str:
         within = "" if level.cut is None else f" and {{}} <= {level.cut}"
         # A version a nearer branch replaced ended, for this chain, when that branch first touched the row.
         ends = [
-            f"(select min(o.tx_from) from {at}{entity.store}__d o where o.branch = {n.branch} and o.id = x.id)"
+            f"(select min(o.tx_from) from {at}{entity.store}__d o where o.branch = {n.branch} and o.id = x.id{'' if n.cut is None else f' and o.tx_from <= {n.cut}'})"
             for n in chain[:depth]
         ]
         past = f"x.tx_to < {LIVE}" if level.cut is None else f"x.tx_to <= {level.cut}"
