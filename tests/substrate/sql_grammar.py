@@ -250,14 +250,6 @@ BOMBS = {
         select max(length(a.x)) from (select hex(randomblob(400000)) x from item q, item r, item s, item t order by x) a
         select hex(zeroblob(480000)) from item a, item b ¦ select replace(hex(zeroblob(4000000)), '0', char(128512)) from item ¦ select replace(hex(zeroblob(15000000)), '0', char(1)) from item
         select zeroblob(7000000) from item ¦ select sum('1e999999999'), sum('1e999999') from item ¦ select name, sum('9e999998') over (order by id) from item ¦ select format('%.500000f', 1e300) from item a, item b, item c, item d
-        select printf('%.*c', 30000000, 'x') ¦ select printf('%.*c', 8000000, 'x') from item ¦ select printf('%.*c', 900000, 'x') from item a, item b ¦ select hex(printf('%.*c', 16000000, 'x'))
-        select replace(printf('%.*c', 8000000, 'x'), 'x', char(128512)) from item ¦ select replace(printf('%.*c', 33000000, 'x'), 'x', char(1)) ¦ select replace(printf('%.*c', 900000, 'x'), 'x', char(1)) from item a, item b
-        select unhex(printf('%.*c', 14000000, '0')) from item ¦ select unhex(printf('%.*c', 1800000, '0')) from item a, item b ¦ select replace(printf('%.*c', 30000, 'x'), 'x', printf('%.*c', 30000, 'y'))
-        select length(replace(printf('%.*c', 5000, 'x'), 'x', printf('%.*c', 5000, 'y'))) from item a, item b, item c, item d ¦ select group_concat(printf('%.*c', 1000000, 'x')) from item a, item b, item c
-        select printf('%.*c', 20000, 'a') like '%a%a%a%a%a%a%a%a%b' ¦ select printf('%.*c', 20000, 'a') glob '*a*a*a*a*a*a*a*b' ¦ select printf('%.*c', 20000, 'ab') like '%b_%a%b_%a%b_%a%c'
-        select instr(printf('%.*c', 16000000, 'a'), printf('%.*c', 8000000, 'a') || 'b') ¦ select trim(printf('%.*c', 3000000, 'a'), printf('%.*c', 3000000, 'b') || 'a') ¦ select json(replace(printf('%.*c', 900000, 'x'), 'x', '['))
-        select count(*) from json_each('[' || replace(printf('%.*c', 5000000, 'x'), 'x', '1,') || '1]') a, json_each('[1,2,3]') b ¦ select max(length(x)) from (select printf('%.*c', 1000000, 'x') || a.id || b.id || c.id as x from item a, item b, item c order by 1) q
-        with recursive c(s) as (select printf('%.*c', 1000000, 'x') union all select s from c) select s from c ¦ with recursive c(n) as (select 1 union all select n + 1 from c) select printf('%.*c', 30000000, 'x') from c
         select 1 from item where {deep}
     """,
     "postgres": """
@@ -285,12 +277,6 @@ BOMBS = {
         select max(length(x)) from (select repeat(md5(g::text), 30000) x from generate_series(1, 100000) g order by 1) s
         select * from generate_series(1, 10000000) g cross join lateral (select repeat('x', 100000) y) r ¦ select repeat('x', 100000000) from generate_series(1, 50) ¦ select to_tsvector(repeat('word ', 180000)) ¦ select format('%1000000000s', 'x')
         select repeat(chr(128512), 8000000) from item ¦ select repeat(chr(1), 15000000) from item ¦ select decode(repeat('00', 7000000), 'hex') from item ¦ select repeat('x', 950000) from item a, item b
-        select repeat(repeat('x', 10000), 10000) ¦ select repeat(repeat('x', 10000), 3000) from item ¦ select length(repeat(repeat(repeat('x', 10000), 10000), 10)) ¦ select repeat(repeat(chr(1), 10000), 1000) from item
-        select replace(repeat('x', 10000), 'x', repeat('y', 10000)) ¦ select length(replace(repeat('x', 10000), 'x', repeat('y', 10000))) from item a, item b, item c ¦ select string_agg(repeat('x', 10000), '') from generate_series(1, 100000)
-        select string_agg(repeat('x', 10000), '') over (order by g) from generate_series(1, 3000) g ¦ select array_agg(repeat('x', 10000)) from generate_series(1, 100000) ¦ select jsonb_agg(repeat('x', 10000)) from generate_series(1, 20000)
-        select concat(repeat('x', 10000), g) from generate_series(1, 1900) g ¦ select repeat('a', 10000) like repeat('%a', 2000) || 'b' ¦ select regexp_replace(repeat('a', 10000), '(a*)*b', '') ¦ select repeat('a', 10000) ~ '(a|aa)+(a|aa)+(a|aa)+b'
-        select max(x) from (select repeat(md5(g::text), 3000) x from generate_series(1, 100000) g order by 1) s ¦ select count(distinct repeat(md5(g::text), 1000)) from generate_series(1, 1000000) g ¦ select 9.9::numeric ^ 9999 * 9.9::numeric ^ 9999 from generate_series(1, 100000)
-        select repeat('9', 10000)::numeric * repeat('9', 10000)::numeric from generate_series(1, 100000) ¦ select replace(replace(repeat('x', 10000), 'x', repeat('y', 1000)), 'y', 'zzzzzzzzzz') ¦ select overlay(repeat('x', 10000) placing repeat(repeat('x', 10000), 10000) from 1)
         select 1 from item where {deep}
     """,
 }
