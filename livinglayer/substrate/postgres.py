@@ -741,7 +741,7 @@ def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str], frozenset[s
         if isinstance(node, exp.Placeholder):
             node.replace(exp.Var(this=f"${names.index(node.this) + 1}"))
     shadows = {cte.alias for cte in tree.find_all(exp.CTE)}
-    if any(name.startswith("pg_") for name in shadows):
+    if any(name.startswith(("pg_", "_")) for name in shadows):
         raise Invalid(
             "a name of a query can't begin with pg_"
         )  # where it does not reach, PostgreSQL's own would be read
