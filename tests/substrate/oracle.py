@@ -177,7 +177,7 @@ class Entity:
 @dataclass(frozen=True)
 class Row:
     values: dict[int, Value]
-    version: int  # the time of the last write
+    version: int | None  # the time of the last write; None where a backfill leaves it open
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Row) and canonical_row(self) == canonical_row(other)
@@ -428,11 +428,6 @@ class Clash:
         return hash(repr(self.image()))
 
 
-Version = tuple[
-    int, int, int | None, str, dict[int, Value], bool
-]  # row, start, end, op, values, whether it ended for good
-
-
 class Oracle:
     """A whole layer. Every method that changes something advances `now` by one or raises Refused."""
 
@@ -475,7 +470,7 @@ class Oracle:
         self.now += 1
         self.all[branch].history.append((self.now, state))
 
-    def versions(self, branch: str) -> dict[tuple[str, int], int]:
+    def versions(self, branch: str) -> dict[tuple[str, int], int | None]:
         """When each row was written last."""
         if branch not in self.branches:
             return {}
@@ -483,32 +478,6 @@ class Oracle:
         return {
             (entity.name, i): row.version for e, entity in state.entities.items() for i, row in state.rows[e].items()
         }
-
-    def history(self, branch: str) -> dict[int, list[Version]]:
-        """By entity, every version its rows had on the branch, as the present schema sees it."""
-        if self.branch(branch).scope is not None:
-            raise Unclear("what a row was that lay in the slice only for a while")
-        head = self.head(branch)
-        found: dict[int, list[Version]] = {}
-        states = [(time, self.at(branch, time)) for time in range(self.now + 1)]
-        for e in head.entities:
-            seen: dict[int, tuple[int, str, Row]] = {}  # the version each row is at
-            found[e] = []
-            for time, state in states:
-                if e not in state.entities:
-                    continue
-                rows = retyped(State(state.entities, {e: state.rows[e]}), {e: head.entities[e]}).rows[e]
-                for i in seen.keys() | rows.keys():
-                    now = rows.get(i)
-                    if i in seen and (now is None or now.version != seen[i][0]):
-                        start, op, row = seen.pop(i)
-                        found[e].append((i, start, time, op, row.values, now is None))
-                        if now is not None:
-                            seen[i] = (now.version, "update", now)
-                    elif now is not None and i not in seen:
-                        seen[i] = (now.version, "insert", now)
-            found[e] += [(i, start, None, op, row.values, False) for i, (start, op, row) in seen.items()]
-        return found
 
     # ---- writes
 
@@ -569,20 +538,15 @@ class Oracle:
         self.commit(branch, state)
 
     def backfill(self, branch: str, entity: str, name: str) -> None:
-        """Nothing changes but the versions of rows that still were in the old type; which ones is the layer's business."""
+        """Writes the rows anew that still have the old type: nothing changes but their versions."""
         state = self.head(branch).copy()
         e = state.find(entity)
         n = state.entities[e].find(name)
         if not state.entities[e].fields[n].pending:
             raise Refused("invalid", f"{name} is not being retyped")
         state.entities[e].fields[n] = replace(state.entities[e].fields[n], pending=False)
+        state.rows[e] = {i: replace(row, version=None) for i, row in state.rows[e].items()}
         self.commit(branch, state)
-
-    def rewrote(self, branch: str, entity: str, ids: set[int]) -> None:
-        """The last backfill made new versions of these rows."""
-        rows = self.head(branch).rows[self.head(branch).find(entity)]
-        for i in ids & rows.keys():
-            rows[i] = replace(rows[i], version=self.now)
 
     def drop(self, branch: str, entity: str) -> None:
         state = self.head(branch).copy()
@@ -621,20 +585,14 @@ class Oracle:
         entities, clashes = merge_schema(b.base, b.head, target.head)
         if not clashes:
             base, ours, theirs = (retyped(s, entities) for s in (b.base, b.head, target.head))
-            lost = {e for e in b.base.entities.keys() & b.head.entities.keys() if e not in target.head.entities}
-            wanted, clashes = three_way(base, ours, theirs, b.resolved)
-            clashes += lost_rows(b, lost)
             writer = Writer(theirs, self.now + 1, target.scope)
-            try:
-                for e in lost:
-                    if b.head.entities[e].fields.keys() - b.base.entities[e].fields.keys():
-                        raise Refused("invalid", "a new field of an entity the parent has dropped")
-                merge_rows(writer, theirs, wanted)
-            except Refused:
-                if clashes:
-                    raise Unclear("whether clashes or what else is wrong is said first") from None
-                raise
+            clashes = merge_rows(writer, base, ours, theirs, b.resolved)
+            lost = {e for e in b.base.entities.keys() & b.head.entities.keys() if e not in target.head.entities}
+            clashes += lost_rows(b, lost)
         if not clashes:
+            for e in lost:
+                if b.head.entities[e].fields.keys() - b.base.entities[e].fields.keys():
+                    raise Refused("invalid", "a new field of an entity the parent has dropped")
             fit(entities, target.scope)
             for e in entities:
                 if e in target.head.entities and entities[e] != target.head.entities[e]:
@@ -764,14 +722,14 @@ def retyped(state: State, entities: dict[int, Entity]) -> State:
     return State(entities, rows)
 
 
-def three_way(
-    base: State, ours: State, theirs: State, resolved: dict[Clash, tuple[str, Value]]
-) -> tuple[dict[tuple[int, int], Row | None], list[Clash]]:
-    """What the target's rows become (None: deleted), and the clashes; all three states have the merged schema."""
+def merge_rows(
+    writer: Writer, base: State, ours: State, theirs: State, resolved: dict[Clash, tuple[str, Value]]
+) -> list[Clash]:
+    """Write into the target what the branch changed; all three states have the merged schema."""
     clashes: list[Clash] = []
-    wanted: dict[tuple[int, int], Row | None] = {}
+    gone = set()
 
-    def decided(clash: Clash) -> Value:
+    def decided(clash: Clash) -> tuple[Value, Value]:
         """The resolution of this very clash, or the clash is noted and theirs stays."""
         if clash not in resolved:
             clashes.append(clash)
@@ -780,14 +738,14 @@ def three_way(
         return value if take == "value" else getattr(clash, take)
 
     for e, i in changed(base, ours):
-        entity = theirs.entities[e]
+        entity = writer.state.entities[e]
         b, o, t = (s.rows[e].get(i) for s in (base, ours, theirs))
         if o == t:
             continue
         if t == b:
-            wanted[e, i] = o
+            new = o
         elif b is None or o is None or t is None:
-            wanted[e, i] = decided(Clash(e, i, None, b, o, t, (entity.name, None), entity.shape()))
+            new = decided(Clash(e, i, None, b, o, t, (entity.name, None), entity.shape()))
         else:
             cells = dict(t.values)
             for n, f in entity.fields.items():
@@ -795,22 +753,19 @@ def three_way(
                 if same(x, y) or same(y, z):
                     continue
                 cells[n] = y if same(x, z) else decided(Clash(e, i, n, x, y, z, (entity.name, f.name)))
-            wanted[e, i] = Row(cells, 0)
-    return {key: new for key, new in wanted.items() if new != theirs.rows[key[0]].get(key[1])}, clashes
-
-
-def merge_rows(writer: Writer, theirs: State, wanted: dict[tuple[int, int], Row | None]) -> None:
-    """Write what a merge decided; everything must hold as for any write, but states may jump."""
-    for (e, i), new in wanted.items():
-        if new is None:
+            new = Row(cells, writer.now)
+        if new == t:
             continue
-        for n, f in theirs.entities[e].fields.items():
+        if new is None:
+            gone.add((e, i))
+            continue
+        for n, f in entity.fields.items():
             if f.required and new.values.get(n) is None:
                 raise Refused("invalid", f"{f.name} is required")
-        old = theirs.rows[e][i].values if i in theirs.rows[e] else {}
-        names = {n for n in theirs.entities[e].fields if not same(new.values.get(n), old.get(n))}
-        writer.put(e, i, dict(new.values), names)
-    writer.remove({key for key, new in wanted.items() if new is None})
+        old = t.values if t else {}
+        writer.put(e, i, dict(new.values), {n for n in entity.fields if not same(new.values.get(n), old.get(n))})
+    writer.remove(gone)
+    return clashes
 
 
 def lost_rows(b: Branch, dropped: set[int]) -> list[Clash]:
@@ -828,8 +783,7 @@ def lost_rows(b: Branch, dropped: set[int]) -> list[Clash]:
 
 def merge_schema(base: State, ours: State, theirs: State) -> tuple[dict[int, Entity], list[Clash]]:
     """The merged entities: rows of entities and fields merge like data, attribute by attribute."""
-    names = {e: entity.name for e, entity in theirs.entities.items()}
-    b, o, t = (schema_rows(s, names) for s in (base, ours, theirs))
+    b, o, t = schema_rows(base), schema_rows(ours), schema_rows(theirs)
     clashes = []
     for key in sorted(b.keys() | o.keys()):
         x, y, z = b.get(key), o.get(key), t.get(key)
@@ -853,13 +807,11 @@ def merge_schema(base: State, ours: State, theirs: State) -> tuple[dict[int, Ent
     return entities, clashes
 
 
-def schema_rows(state: State, names: dict[int, str]) -> dict[tuple[int, int], dict[str, Any]]:
-    """The rows of entities and fields; `names` of those a slice leaves out."""
-    names = names | {e: entity.name for e, entity in state.entities.items()}
+def schema_rows(state: State) -> dict[tuple[int, int], dict[str, Any]]:
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for e, entity in state.entities.items():
         rows[e, 0] = {"name": entity.name, "unique": entity.unique}
         for n, f in entity.fields.items():
             # A reference is stored with its target's name, so that a rename of the target is a change of the field.
-            rows[e, n] = {**vars(f), "target": names.get(f.to)}
+            rows[e, n] = {**vars(f), "target": state.entities[f.to].name if f.to in state.entities else None}
     return rows
