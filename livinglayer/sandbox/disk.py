@@ -331,6 +331,16 @@ def _fsid(fd: int) -> str:
     return "-".join((raw[:8], raw[8:12], raw[12:16], raw[16:20], raw[20:]))
 
 
+def _root_fsid() -> str | None:
+    if _magic(Path("/")) != BTRFS_MAGIC:
+        return None
+    fd = _open_directory(Path("/"))
+    try:
+        return _fsid(fd)
+    finally:
+        os.close(fd)
+
+
 def _quota(fd: int, sysfs: Path, own: bool) -> Quota:
     """The quotas that are on; on a filesystem of our own they are turned on, on somebody else's never."""
 
@@ -371,7 +381,8 @@ def _mount(state: Path, root: Path, size: int | None) -> tuple[Kind, str, Path |
     if not image.exists() and _magic(root) == BTRFS_MAGIC and os.geteuid() == 0:
         fd = _open_directory(root)
         try:
-            if _quota(fd, Path("/sys/fs/btrfs", _fsid(fd)), own=False) != "none":
+            # The mask of a host's / may not lie in that very filesystem: overlay refuses layers that contain each other.
+            if _fsid(fd) != _root_fsid() and _quota(fd, Path("/sys/fs/btrfs", _fsid(fd)), own=False) != "none":
                 return "btrfs", "", None
         finally:
             os.close(fd)

@@ -1,0 +1,227 @@
+"""Bases become layer directories: the host's own files under a mask, a minimal Debian, images.
+
+A layer is a sealed directory `disk/layers/NAME`; the name "host" stands for the host's own / and is always the last, below a mask
+that shows an allow-list of it and nothing else. Owners on disk are the box's own (root 0, user 1000).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from livinglayer.errors import Conflict, Invalid, NotFound
+from livinglayer.sandbox.disk import Disk
+from livinglayer.sandbox.tree import OPAQUE
+
+HOST = "host"
+NAMESERVER = "198.18.0.1"  # answered by the gateway whatever the box asks
+USER, USER_ID = "user", 1000
+
+# What a box sees of the host's /: programs and libraries. Every other name is whited out.
+SHOWN = re.compile(r"usr|bin|sbin|lib(32|64|x32|o32)?")
+# Directories a box has anew, empty but for what is written below.
+FRESH = {
+    "root": 0o700, "home": 0o755, "tmp": 0o1777, "var": 0o755, "run": 0o755, "etc": 0o755, "proc": 0o555, "dev": 0o755,
+    "sys": 0o555, "mnt": 0o755, "media": 0o755, "opt": 0o755, "srv": 0o755,
+}  # fmt: skip
+# Places in /usr where an administrator keeps what is theirs.
+HIDDEN = ("usr/etc", "usr/src", "usr/local/etc", "usr/local/src")
+# Of the host's /etc: settings that programs of /usr can't run without, and that say nothing about this host. World-readable files only.
+ETC = (
+    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl/certs", "ssl/openssl.cnf", "ca-certificates.conf", "os-release",
+    "debian_version", "localtime", "timezone", "mime.types", "magic", "magic.mime", "protocols", "services", "rpc", "gai.conf",
+    "inputrc", "locale.alias", "terminfo", "python3", "python3.*", "perl", "java-*", "fonts", "shells",
+)  # fmt: skip
+
+ACCOUNTS = [  # name, id, group id, home, shell
+    ("root", 0, 0, "/root", "/bin/bash"), ("daemon", 1, 1, "/usr/sbin", "/usr/sbin/nologin"), ("bin", 2, 2, "/bin", "/usr/sbin/nologin"),
+    ("sys", 3, 3, "/dev", "/usr/sbin/nologin"), ("mail", 8, 8, "/var/mail", "/usr/sbin/nologin"),
+    ("www-data", 33, 33, "/var/www", "/usr/sbin/nologin"), (USER, USER_ID, USER_ID, f"/home/{USER}", "/bin/bash"),
+    ("nobody", 65534, 65534, "/nonexistent", "/usr/sbin/nologin"),
+]  # fmt: skip
+GROUPS = [
+    ("root", 0), ("daemon", 1), ("bin", 2), ("sys", 3), ("adm", 4), ("tty", 5), ("disk", 6), ("mail", 8), ("www-data", 33), ("shadow", 42),
+    ("utmp", 43), ("staff", 50), ("users", 100), (USER, USER_ID), ("nogroup", 65534),
+]  # fmt: skip
+SU = "auth sufficient pam_rootok.so\nauth required pam_deny.so\naccount required pam_permit.so\nsession required pam_permit.so\n"
+PROFILE = """\
+if [ "$(id -u)" -eq 0 ]; then PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+else PATH=/usr/local/bin:/usr/bin:/bin; fi
+export PATH
+for script in /etc/profile.d/*.sh; do [ -r "$script" ] && . "$script"; done; unset script
+"""
+HOSTS = "127.0.0.1 localhost box\n::1 localhost ip6-localhost ip6-loopback\n"
+
+
+class Layers:
+    """The layer directories of one disk; `ca` is the gateway's certificate (PEM), which boxes trust."""
+
+    def __init__(self, disk: Disk, ca: Path | None = None) -> None:
+        self.disk, self.ca = disk, ca
+        self._mask: tuple[tuple[str, ...], str] | None = None  # the names of / it was built for, and the layer
+
+    def path(self, name: str) -> Path:
+        """Where a layer lies; "host" is the host's own /."""
+        if name == HOST:
+            return Path("/")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", name):
+            raise Invalid(f"{name!r} can't name a layer")
+        path = self.disk.layers / name
+        if not path.is_dir():
+            raise NotFound(f"the layer {name!r} is not on this disk")
+        return path
+
+    def resolve(self, base: str, progress: Callable[[str], None] = lambda line: None) -> tuple[str, ...]:
+        """The layer names of a base, topmost first; a Debian that is not there yet is built, which takes about a minute."""
+        if base == HOST:
+            return (self.mask(), HOST)
+        raise NotFound(f"the base {base!r} is not known")
+
+    def mask(self) -> str:
+        """The layer that hides all of the host's / but its programs; built again when / has a new name."""
+        names = tuple(sorted(os.listdir("/")))
+        if self._mask is None or self._mask[0] != names or not (self.disk.layers / self._mask[1]).is_dir():
+            self._mask = (names, self._seal(lambda tree: build_mask(tree, names, self.ca), "mask"))
+        return self._mask[1]
+
+    def _seal(self, build: Callable[[Path], None], prefix: str) -> str:
+        """Build a small layer aside, name it by what it holds, put it in its place."""
+        aside = self.disk.subvolume(self.disk.tmp / f"{prefix}-{os.urandom(8).hex()}")
+        try:
+            build(aside)
+            name = f"{prefix}-{fingerprint(aside)}"
+            if not (self.disk.layers / name).is_dir():
+                self.disk.seal_tree(aside)
+                with contextlib.suppress(Conflict):
+                    self.disk.move(aside, self.disk.layers / name)
+            return name
+        finally:
+            self.disk.destroy(aside)
+
+
+def build_mask(tree: Path, names: Iterable[str], ca: Path | None) -> None:
+    """Write the mask of a host whose / has these names into an empty directory."""
+    os.chmod(tree, 0o755)
+    for name in names:
+        if not SHOWN.fullmatch(name) and name not in FRESH:
+            os.mknod(tree / name, stat.S_IFCHR, 0)
+    for name, mode in FRESH.items():
+        _directory(tree / name, mode, opaque=True)
+    for place in HIDDEN:
+        if Path("/", place).is_dir():
+            for parent in reversed(Path(place).parents[:-1]):
+                if not (tree / parent).is_dir():
+                    _directory(tree / parent, 0o755)
+            _directory(tree / place, 0o755, opaque=True)
+    for place, mode in (("var/tmp", 0o1777), ("run/lock", 0o1777), ("dev/shm", 0o1777), ("dev/pts", 0o755)):
+        _directory(tree / place, mode)
+    for place in (
+        "var/cache",
+        "var/lib",
+        "var/log",
+        "var/spool",
+        "var/mail",
+        "var/www",
+        "etc/pam.d",
+        "etc/profile.d",
+        "etc/default",
+    ):
+        _directory(tree / place, 0o755)
+    (tree / "var/run").symlink_to("/run")
+    (tree / "var/lock").symlink_to("/run/lock")
+    _directory(tree / "home" / USER, 0o755)
+    os.chown(tree / "home" / USER, USER_ID, USER_ID)
+
+    for pattern in ETC:
+        for source in sorted(Path("/etc").glob(pattern)):
+            _borrow(source, tree / "etc" / source.relative_to("/etc"))
+    etc = {
+        "passwd": "".join(f"{n}:x:{u}:{g}::{home}:{shell}\n" for n, u, g, home, shell in ACCOUNTS),
+        "group": "".join(f"{n}:x:{g}:\n" for n, g in GROUPS),
+        "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nnetworks: files\nprotocols: files\nservices: files\n",
+        "hosts": HOSTS, "hostname": "box\n", "resolv.conf": f"nameserver {NAMESERVER}\n", "profile": PROFILE,
+        "bash.bashrc": '[ -z "$PS1" ] || PS1="\\u@\\h:\\w\\$ "\n',
+        "pam.d/su": SU, "pam.d/su-l": SU, "pam.d/runuser": SU, "pam.d/other": SU,
+        "login.defs": "ENV_PATH PATH=/usr/local/bin:/usr/bin:/bin\nENV_SUPATH PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\n",
+    }  # fmt: skip
+    for name, text in etc.items():
+        (tree / "etc" / name).write_text(text)
+        os.chmod(tree / "etc" / name, 0o644)
+    (tree / "etc/shadow").write_text("".join(f"{account[0]}:*:19000:0:99999:7:::\n" for account in ACCOUNTS))
+    os.chown(tree / "etc/shadow", 0, 42)
+    os.chmod(tree / "etc/shadow", 0o640)
+    (tree / "etc/mtab").symlink_to("../proc/self/mounts")
+    if ca is not None:
+        certs = tree / "etc/ssl/certs"
+        certs.mkdir(mode=0o755, parents=True, exist_ok=True)
+        bundle = certs / "ca-certificates.crt"
+        trust(certs, bundle.read_bytes() if bundle.is_file() else b"", ca.read_bytes())
+
+
+def trust(certs: Path, bundle: bytes, ca: bytes) -> None:
+    """Make programs believe the gateway's certificate: in the bundle, alone, and under the hash by which OpenSSL looks."""
+    (certs / "livinglayer.pem").write_bytes(ca)
+    (certs / "ca-certificates.crt").write_bytes(bundle + (b"" if bundle.endswith(b"\n") or not bundle else b"\n") + ca)
+    for name in ("livinglayer.pem", "ca-certificates.crt"):
+        os.chmod(certs / name, 0o644)
+    if shutil.which("openssl"):
+        said = subprocess.run(["openssl", "x509", "-noout", "-hash"], input=ca, capture_output=True, check=False)
+        if re.fullmatch(rb"[0-9a-f]{8}", said.stdout.strip()):
+            link = certs / f"{said.stdout.strip().decode()}.0"
+            if not os.path.lexists(link):
+                link.symlink_to("livinglayer.pem")
+
+
+def fingerprint(tree: Path) -> str:
+    """A name for what a small tree of our own making holds; its times do not count."""
+    digest = hashlib.sha256()
+    for at, directories, names in os.walk(tree):
+        directories.sort()
+        for name in sorted([*directories, *names]):
+            path = Path(at, name)
+            found = os.lstat(path)
+            what = os.readlink(path) if stat.S_ISLNK(found.st_mode) else ""
+            line = f"{path.relative_to(tree)}\0{found.st_mode:o}\0{found.st_uid}\0{found.st_gid}\0{what}\0{found.st_size if stat.S_ISREG(found.st_mode) else 0}\0"
+            digest.update(os.fsencode(line))
+            if stat.S_ISREG(found.st_mode):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _directory(path: Path, mode: int, opaque: bool = False) -> None:
+    path.mkdir(exist_ok=True)
+    os.chmod(path, mode)
+    if opaque:
+        os.setxattr(path, OPAQUE, b"y")
+
+
+def _borrow(source: Path, target: Path) -> None:
+    """Copy a file, link or tree of the host's /etc that anybody here may read; keys never."""
+    found = os.lstat(source)
+    if stat.S_ISLNK(found.st_mode):
+        goal = os.readlink(source)
+        # A link that leads on inside /etc (or out of /usr) would dangle, or name what is not shown.
+        if os.path.normpath(source.parent / goal).startswith(
+            ("/usr/", "/etc/alternatives/", "/etc/ssl/certs/", "/etc/java-")
+        ):
+            target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            target.symlink_to(goal)
+    elif stat.S_ISDIR(found.st_mode) and found.st_mode & 0o005 == 0o005:
+        target.mkdir(mode=0o755, parents=True, exist_ok=True)
+        os.chmod(target, 0o755)
+        for name in sorted(os.listdir(source)):
+            _borrow(source / name, target / name)
+    elif stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IROTH and found.st_size <= 16 << 20:
+        content = source.read_bytes()
+        if b"PRIVATE KEY" not in content and not fnmatch.fnmatch(source.name, "*.key"):
+            target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            target.write_bytes(content)
+            os.chmod(target, 0o755 if found.st_mode & stat.S_IXOTH else 0o644)
