@@ -22,3 +22,12 @@ def config_directory() -> Path:
     if given := os.environ.get("LAYER_CONFIG"):
         return Path(given)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "livinglayer"
+
+
+def state_directory() -> Path:
+    """Where this host keeps its boxes: LAYER_STATE, else /var/lib/livinglayer for root, else the XDG state directory."""
+    if given := os.environ.get("LAYER_STATE"):
+        return Path(given)
+    if os.geteuid() == 0:
+        return Path("/var/lib/livinglayer")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "livinglayer"

@@ -112,7 +112,6 @@ int box_root(const struct box *box, const char **step) {
         TRY("workdir", set_string(fs, "workdir", "/m/upper/w"));
     }
     set_flag(fs, "volatile"); // a box's disk need not outlive a power cut; snapshots are what is kept
-    set_flag(fs, "userxattr_never");
     TRY("act as the box", act_as(box->base));
     int made = create(fs), error = errno;
     TRY("act as root", act_as(0));
@@ -141,11 +140,11 @@ static int mount_at(const char *type, const char *const *options, unsigned attri
 // What root inside the box keeps, within its own user namespace: enough for apt, su and servers on low ports.
 static const int kept[] = {CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_SETUID, CAP_SETGID, CAP_KILL, CAP_NET_BIND_SERVICE};
 
-static int give_up_powers(bool all) {
+static int give_up_powers(void) {
     struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
     struct __user_cap_data_struct data[2] = {{0}};
     uint64_t mask = 0;
-    for (size_t i = 0; i < sizeof kept / sizeof *kept && !all; i++) mask |= 1ULL << kept[i];
+    for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) mask |= 1ULL << kept[i];
     for (int i = 0; i <= CAP_LAST_CAP; i++)
         if (!(mask >> i & 1) && prctl(PR_CAPBSET_DROP, i) && errno != EINVAL) return -1;
     data[0].effective = data[0].permitted = mask;
@@ -199,7 +198,7 @@ int box_enter(const struct box *box, const char **step) {
     set_limits();
     TRY("die with the spawner", prctl(PR_SET_PDEATHSIG, SIGKILL)); // after the last change of identity, which clears it
     TRY("no dump", prctl(PR_SET_DUMPABLE, 0));
-    TRY("capabilities", give_up_powers(false));
+    TRY("capabilities", give_up_powers());
     if (box->filter) TRY("seccomp", syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, box->filter));
     return 0;
 }
@@ -214,9 +213,8 @@ int box_join(int pidfd, int root, const int *tasks, int task_count, uint32_t uid
     TRY("gid", syscall(SYS_setresgid, gid, gid, gid));
     set_limits();
     setsid();
-    TRY("bounding set", give_up_powers(true) && 0);
+    TRY("capabilities", give_up_powers());
     TRY("uid", syscall(SYS_setresuid, uid, uid, uid));
-    TRY("no dump", prctl(PR_SET_DUMPABLE, 1));
     if (filter) TRY("seccomp", syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, filter));
     return 0;
 }
