@@ -1,0 +1,55 @@
+"""Run the egress gateway over the socket FD until the host closes it: `python -m livinglayer.sandbox.egress FD`."""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+
+from livinglayer.sandbox.egress.gateway import Gateway
+from livinglayer.sandbox.egress.limits import Limits
+
+_PR_SET_DUMPABLE = 4
+
+
+def state_directory() -> Path:
+    """LAYER_STATE, else /var/lib/livinglayer for root, else the XDG state directory."""
+    if given := os.environ.get("LAYER_STATE"):
+        return Path(given)
+    if os.geteuid() == 0:
+        return Path("/var/lib/livinglayer")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "livinglayer"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="livinglayer.sandbox.egress", description=__doc__)
+    parser.add_argument("fd", type=int)
+    parser.add_argument("--state", type=Path, default=None)
+    for field in dataclasses.fields(Limits):
+        kind = int if isinstance(field.default, int) else float
+        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default)
+    given = vars(parser.parse_args())
+    control = socket.socket(fileno=given.pop("fd"))
+    control.set_inheritable(False)
+    state = given.pop("state") or state_directory()
+    # It holds secrets: no core dump, and no debugger of the same user.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a person's ctrl-c is for the host, which then closes the socket
+
+    async def serve() -> None:
+        await Gateway(control, state, Limits(**given)).run()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

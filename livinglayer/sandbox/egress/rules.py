@@ -1,0 +1,379 @@
+"""Egress rules: what a box may reach. Deny by default, first match wins; pure functions, nothing is dialed here."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from livinglayer.errors import Invalid
+from livinglayer.sandbox.egress import names
+from livinglayer.sandbox.egress.dial import literal
+
+Protocol = Literal["http", "https", "tcp"]
+DEFAULT_PORT = {"http": 80, "https": 443}
+KEYS = frozenset(
+    "host port method path bytes rate protocol secrets private resolve action tls".split(),
+)
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
+_SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)\Z")
+_RATE = re.compile(r"([1-9][0-9]{0,8})/(s|m|h)\Z")
+_SECRET = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_CONTROL = re.compile(r"%(?:[01][0-9a-fA-F]|7[fF])")
+_DOT = re.compile(r"%2[eE]")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a box's egress; `text` is how it was written and how events name it."""
+
+    text: str
+    host: str  # a name, an IPv4 address, "*" or "*.suffix"
+    action: Literal["allow", "deny"] = "allow"
+    protocols: frozenset[str] = frozenset({"http", "https"})
+    ports: frozenset[int] | None = None  # None: the protocol's own; of a deny rule: all
+    methods: frozenset[str] | None = None
+    path: str | None = None
+    bytes: int | None = None
+    rate: tuple[int, int] | None = None  # requests, seconds
+    secrets: frozenset[str] = frozenset()
+    private: bool = False
+    resolve: tuple[str, int | None] | None = None  # the address to dial, and a port if it is another
+    tls: Literal["terminate", "pass"] = "terminate"
+
+    @property
+    def whole(self) -> bool:
+        """Speaks of everything at its host."""
+        return self.ports is None and self.methods is None and self.path is None and "tcp" in self.protocols
+
+    def dials_like(self, other: Rule) -> bool:
+        """A connection made under the other rule could have been made under this one."""
+        return (self.private, self.resolve, self.tls) == (other.private, other.resolve, other.tls)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a box wants; method and path are None for a connection that is not HTTP the gateway can read."""
+
+    protocol: str
+    host: str
+    port: int
+    method: str | None = None
+    path: str | None = None
+
+    def __str__(self) -> str:
+        at = f"{self.protocol}://{self.host}"
+        if self.port != DEFAULT_PORT.get(self.protocol):
+            at += f":{self.port}"
+        return f"{self.method} {at}{self.path}" if self.method else at
+
+
+def parse(rules: Iterable[object]) -> tuple[Rule, ...]:
+    """Rules as people write them, checked; Invalid names the rule and what is wrong with it."""
+    if isinstance(rules, str | bytes | Mapping):
+        raise Invalid(f"egress is {rules!r}, not a list of rules", hint='egress=["pypi.test"]')
+    return tuple(parse_one(rule) for rule in rules)
+
+
+def parse_one(rule: object) -> Rule:
+    """One rule, from a string or a mapping."""
+    try:
+        if isinstance(rule, str):
+            return _from_mapping(rule, _from_string(rule))
+        if isinstance(rule, Mapping):
+            return _from_mapping(json.dumps(dict(rule), separators=(",", ":"), default=str), dict(rule))
+    except Invalid as error:
+        raise Invalid(f"egress rule {rule!r}: {error.message}", hint=error.hint) from None
+    raise Invalid(f"egress rule {rule!r} is neither text nor a mapping", hint='"pypi.test" or {"host": "pypi.test"}')
+
+
+def _from_string(text: str) -> dict[str, Any]:
+    scheme, mark, rest = text.partition("://")
+    found: dict[str, Any] = {}
+    if mark:
+        scheme = {"ws": "http", "wss": "https"}.get(scheme.lower(), scheme.lower())
+        found["protocol"] = scheme
+    else:
+        rest = text
+    at, slash, path = rest.partition("/")
+    if "?" in rest or "#" in rest:
+        raise Invalid("a rule names no query", hint="end the path with *")
+    if slash and path:
+        if not mark:
+            raise Invalid("a path needs a scheme", hint="https://host/path/*")
+        found["path"] = "/" + path
+    name, colon, number = at.partition(":")
+    found["host"] = name
+    if colon:
+        found["port"] = names.port(number)
+    return found
+
+
+def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
+    if unknown := set(given) - KEYS:
+        raise Invalid(f"unknown key {sorted(map(str, unknown))[0]!r}", hint=f"known: {', '.join(sorted(KEYS))}")
+    action = given.get("action", "allow")
+    if action not in ("allow", "deny"):
+        raise Invalid(f"action {action!r}", hint="allow or deny")
+    protocol = given.get("protocol")
+    if protocol not in (None, "http", "https", "tcp"):
+        raise Invalid(f"protocol {protocol!r}", hint="http, https or tcp")
+    tls = given.get("tls", "terminate")
+    if tls not in ("terminate", "pass"):
+        raise Invalid(f"tls {tls!r}", hint="terminate or pass")
+    narrow = given.get("method") is not None or given.get("path") is not None
+    if protocol is not None:
+        protocols = frozenset({protocol})
+    elif tls == "pass":
+        protocols = frozenset({"https"})
+    elif action == "deny" and not narrow:
+        protocols = frozenset({"http", "https", "tcp"})
+    else:
+        protocols = frozenset({"http", "https"})
+    ports = _ports(given.get("port"))
+    secrets = _strings("secrets", given.get("secrets"))
+    for name in secrets or ():
+        if not _SECRET.match(name):
+            raise Invalid(f"secret name {name!r}", hint="letters, digits and _")
+    if protocol == "tcp" and ports is None and action == "allow":
+        raise Invalid("tcp needs a port", hint="tcp://host:port")
+    if (tls == "pass" or protocol == "tcp") and (narrow or secrets):
+        raise Invalid("method, path and secrets need HTTP the gateway can read", hint='drop "tls": "pass" or tcp')
+    if tls == "pass" and protocols != {"https"}:
+        raise Invalid('"tls": "pass" is for https', hint="tcp passes whatever it carries")
+    if not isinstance(given.get("private", False), bool):
+        raise Invalid(f"private {given['private']!r}", hint="true or false")
+    return Rule(
+        text=text,
+        host=_pattern(given.get("host")),
+        action=action,
+        protocols=protocols,
+        ports=ports,
+        methods=_methods(given.get("method")),
+        path=_path(given.get("path")),
+        bytes=_size(given.get("bytes")),
+        rate=_rate(given.get("rate")),
+        secrets=frozenset(secrets or ()),
+        private=given.get("private", False),
+        resolve=_resolve(given.get("resolve")),
+        tls=tls,
+    )
+
+
+def _pattern(given: object) -> str:
+    if not isinstance(given, str) or not given:
+        raise Invalid("no host", hint='{"host": "pypi.test"}')
+    if given == "*":
+        return given
+    if given.startswith("*."):
+        suffix = names.host(given[2:])
+        if names.is_address(suffix):
+            raise Invalid(f"{given!r} is a pattern of an address", hint="name each address")
+        return "*." + suffix
+    return names.host(given)
+
+
+def _ports(given: object) -> frozenset[int] | None:
+    if given is None:
+        return None
+    ports = given if isinstance(given, list | tuple) else [given]
+    for port in ports:
+        if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
+            raise Invalid(f"port {port!r}", hint="a number from 1 to 65535, or a list of them")
+    if not ports:
+        raise Invalid("an empty list of ports", hint="leave it out for the protocol's own")
+    return frozenset(ports)
+
+
+def _strings(what: str, given: object) -> list[str] | None:
+    if given is None:
+        return None
+    found = [given] if isinstance(given, str) else given
+    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
+        raise Invalid(f"{what} {given!r}", hint="a text or a list of texts")
+    return list(found)
+
+
+def _methods(given: object) -> frozenset[str] | None:
+    methods = _strings("method", given)
+    if methods is None:
+        return None
+    for method in methods:
+        if not _TOKEN.match(method):
+            raise Invalid(f"method {method!r}", hint="GET, POST, …")
+    if not methods:
+        raise Invalid("an empty list of methods", hint="leave it out for all")
+    return frozenset(method.upper() for method in methods)
+
+
+def _path(given: object) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given.startswith(("/", "*")):
+        raise Invalid(f"path {given!r}", hint="begins with / ; * stands for anything, slashes too")
+    if "?" in given or "#" in given:
+        raise Invalid("a rule names no query", hint="end the path with *")
+    return unquote(given, encoding="latin-1") if given.isascii() else given.encode().decode("latin-1")
+
+
+def _size(given: object) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return given
+    if isinstance(given, str) and (found := _SIZE.match(given)):
+        return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2]]
+    raise Invalid(f"bytes {given!r}", hint='a number or "10M"')
+
+
+def _rate(given: object) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    if isinstance(given, str) and (found := _RATE.match(given)):
+        return int(found[1]), {"s": 1, "m": 60, "h": 3600}[found[2]]
+    raise Invalid(f"rate {given!r}", hint='"10/s", "100/m" or "1000/h"')
+
+
+def _resolve(given: object) -> tuple[str, int | None] | None:
+    if given is None:
+        return None
+    if isinstance(given, str):
+        name, colon, number = given.partition(":") if given.count(":") <= 1 else (given, "", "")
+        address = literal(name)
+        if address is not None:
+            return str(address), names.port(number) if colon else None
+    raise Invalid(f"resolve {given!r}", hint="an address to dial, as 10.0.0.7 or 10.0.0.7:8080")
+
+
+def host_matches(pattern: str, host: str) -> bool:
+    """`*.test` matches `a.test` and `a.b.test`, never `test`; `*` matches names and addresses alike."""
+    if pattern == "*":
+        return True
+    if pattern.startswith("*."):
+        return host.endswith(pattern[1:]) and len(host) >= len(pattern) and not names.is_address(host)
+    return host == pattern
+
+
+def readings(path: str) -> tuple[str, str, str]:
+    """What is sent for a path, what a careful server reads, what the least careful one could.
+
+    An allow rule must match both readings, a deny rule needs one: so no spelling of dots and slashes slips by.
+    """
+    if not path.startswith("/") or not path.isascii() or not path.isprintable() or set(path) & set(' "<>^`{|}\\#?'):
+        raise Invalid("the path has characters a URL can't have", hint="percent-encode them")
+    if _CONTROL.search(path):
+        raise Invalid("the path has encoded control characters")
+    sent = path
+    if any(_DOT.sub(".", part) in (".", "..") for part in path.split("/")):
+        sent = _without_dots("/".join(_DOT.sub(".", part) for part in path.split("/")))
+    # %2F stays what it is: part of a name, as registries use it for scoped packages
+    careful = "%2F".join(unquote(part, encoding="latin-1") for part in re.split("%2[fF]", sent))
+    loose = sent
+    for _ in range(4):
+        decoded = unquote(loose, encoding="latin-1")
+        if decoded == loose:
+            break
+        loose = decoded
+    else:
+        raise Invalid("the path is percent-encoded too many times")
+    loose = "/".join(part.partition(";")[0] for part in loose.replace("\\", "/").split("/"))
+    return sent, careful, _without_dots(re.sub("/+", "/", loose))
+
+
+def _without_dots(path: str) -> str:
+    kept: list[str] = []
+    parts = path.split("/")[1:]
+    for part in parts:
+        if part == "..":
+            if kept:
+                kept.pop()
+        elif part != ".":
+            kept.append(part)
+    if parts[-1] in (".", ".."):
+        kept.append("")
+    return "/" + "/".join(kept)
+
+
+def glob(pattern: str, text: str) -> bool:
+    """Whether all of text matches; `*` is any run of characters. Never slower than their product."""
+    if "*" not in pattern:
+        return pattern == text
+    first, *middle, last = pattern.split("*")
+    if not text.startswith(first) or not text.endswith(last) or len(text) < len(first) + len(last):
+        return False
+    at, end = len(first), len(text) - len(last)
+    for part in middle:
+        found = text.find(part, at, end)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return True
+
+
+def _reaches(rule: Rule, host: str, port: int, protocol: str | None = None) -> bool:
+    if not host_matches(rule.host, host) or (protocol is not None and protocol not in rule.protocols):
+        return False
+    if rule.ports is not None:
+        return port in rule.ports
+    if rule.action == "deny":
+        return True
+    return any(DEFAULT_PORT.get(one) == port for one in ([protocol] if protocol else rule.protocols))
+
+
+def matches(rule: Rule, ask: Ask) -> bool:
+    """Whether a rule speaks of this; raises Invalid for a path that can't be read."""
+    if not _reaches(rule, ask.host, ask.port, ask.protocol):
+        return False
+    if ask.method is None:
+        return rule.methods is None and rule.path is None
+    if rule.tls == "pass" and rule.action == "allow":
+        return False  # the gateway reads this one, so it was not passed
+    if rule.methods is not None and ask.method not in rule.methods:
+        return False
+    if rule.path is not None:
+        _, careful, loose = readings(ask.path or "/")
+        found = (glob(rule.path, careful), glob(rule.path, loose))
+        return all(found) if rule.action == "allow" else any(found)
+    return True
+
+
+def decide(rules: Sequence[Rule], ask: Ask) -> Rule | None:
+    """The first rule that speaks of this, allow or deny, or None: and then it is denied."""
+    return next((rule for rule in rules if matches(rule, ask)), None)
+
+
+def first_at(rules: Sequence[Rule], host: str, port: int) -> Rule | None:
+    """The first rule for a connection before anything of it was read: it decides whether it is HTTP, passed or raw."""
+    return next((rule for rule in rules if _reaches(rule, host, port)), None)
+
+
+def names_allowed(rules: Sequence[Rule], host: str) -> bool:
+    """Whether some rule could allow something at this host: whether the box may have an address for it."""
+    for rule in rules:
+        if host_matches(rule.host, host):
+            if rule.action == "allow":
+                return True
+            if rule.whole:
+                return False
+    return False
+
+
+class Bucket:
+    """Requests per time: `rate` of them at once, refilled evenly."""
+
+    def __init__(self, rate: tuple[int, int], now: float) -> None:
+        self.size, self.per_second = rate[0], rate[0] / rate[1]
+        self.tokens, self.at = float(self.size), now
+
+    def take(self, now: float) -> int:
+        """0 if one may go, else the seconds to wait."""
+        self.tokens = min(self.size, self.tokens + (now - self.at) * self.per_second)
+        self.at = now
+        if self.tokens >= 1:
+            self.tokens -= 1
+            return 0
+        return max(1, math.ceil((1 - self.tokens) / self.per_second))
