@@ -31,7 +31,7 @@ SMALLEST = 512 << 20  # mkfs.btrfs wants about 110 MB; below this a box is of no
 # linux/btrfs.h, linux/fs.h, linux/loop.h
 SUBVOL_CREATE, SNAP_DESTROY, SNAP_CREATE_V2 = 0x5000940E, 0x5000940F, 0x50009417
 SUBVOL_GETFLAGS, SUBVOL_SETFLAGS, READONLY = 0x80089419, 0x4008941A, 2
-INO_LOOKUP, FS_INFO = 0xD0009412, 0x8400941F
+INO_LOOKUP, FS_INFO, GET_SUBVOL_INFO, TREE_SEARCH_V2 = 0xD0009412, 0x8400941F, 0x81F8943C, 0xC0709411
 QUOTA_CTL, QGROUP_LIMIT, QUOTA_ENABLE, QUOTA_ENABLE_SIMPLE, LIMIT_REFERENCED = 0xC0109428, 0x8030942B, 1, 4, 1
 FICLONE = 0x40049409
 LOOP_CTL_GET_FREE, LOOP_CONFIGURE, LOOP_CLR_FD, LOOP_GET_STATUS64 = 0x4C82, 0x4C0A, 0x4C01, 0x4C05
@@ -41,6 +41,15 @@ BTRFS_MAGIC = 0x9123683E
 FIRST_INODE = 256  # the root directory of every subvolume
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """A snapshot's origin: the subvolume it was taken of, and the transaction that took it."""
+
+    id: str
+    parent: str
+    taken: int
 
 
 @dataclass
@@ -240,6 +249,57 @@ class Disk:
             )
         except FileNotFoundError:
             raise NotFound(f"{path} has no quota group") from None
+
+    def lineage(self, path: Path) -> Lineage | None:
+        """Of which subvolume a snapshot was taken, and when; None for what is no snapshot."""
+        if not self.is_subvolume(path):
+            return None
+        fd = _open_directory(path)
+        try:
+            info = bytearray(504)
+            fcntl.ioctl(fd, GET_SUBVOL_INFO, info)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        own, parent, taken = bytes(info[296:312]), bytes(info[312:328]), struct.unpack_from("<Q", info, 352)[0]
+        return Lineage(own.hex(), parent.hex(), taken) if any(parent) else None
+
+    def touched(self, path: Path, since: int) -> set[int]:
+        """Inodes of a subvolume that may have changed after a transaction: never one too few, at times a neighbour too many.
+
+        btrfs never writes a tree block in place, so a leaf older than `since` holds the very sizes, times and extents it held then;
+        every item of every younger leaf counts as touched.
+        """
+        found: set[int] = set()
+        fd = _open_directory(path)
+        try:
+            size = 1 << 20
+            at = (0, 0, 0)
+            while True:
+                argument = bytearray(112 + size)
+                everything = 2**64 - 1
+                struct.pack_into(
+                    "<7Q4I4QQ", argument, 0, 0, at[0], everything, at[2], everything, since + 1, everything, at[1], 255, 2**32 - 1, 0,
+                    0, 0, 0, 0, size,
+                )  # fmt: skip
+                fcntl.ioctl(fd, TREE_SEARCH_V2, argument)
+                (count,) = struct.unpack_from("<I", argument, 64)
+                if not count:
+                    return found
+                place = 112
+                for _ in range(count):
+                    _, inode, offset, kind, length = struct.unpack_from("<QQQII", argument, place)
+                    found.add(inode)
+                    place += 32 + length
+                if offset < everything:
+                    at = (inode, kind, offset + 1)
+                elif kind < 255:
+                    at = (inode, kind + 1, 0)
+                else:
+                    at = (inode + 1, 0, 0)
+        finally:
+            os.close(fd)
 
     def free(self) -> int:
         """Bytes that can still be written; for an image no more than its own filesystem could take."""

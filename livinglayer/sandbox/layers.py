@@ -14,14 +14,21 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from livinglayer.errors import Conflict, Invalid, NotFound
+from livinglayer.errors import Conflict, Invalid, LimitExceeded, NotFound
 from livinglayer.sandbox.disk import Disk
-from livinglayer.sandbox.tree import OPAQUE
+from livinglayer.sandbox.manifest import Entry
+from livinglayer.sandbox.manifest import entries as entries_of
+from livinglayer.sandbox.manifest import read as read_manifest
+from livinglayer.sandbox.manifest import write as write_manifest
+from livinglayer.sandbox.store import HASH, Store
+from livinglayer.sandbox.tree import OPAQUE, read_stacked, scan, stacked
+from livinglayer.sandbox.tree import write as write_tree
 
-HOST = "host"
+HOST, DEBIAN = "host", "debian"  # bases that need no import
+MASK, FIT = "mask", "fit"  # in a chain: the layer of this kind, made anew on every disk
 NAMESERVER = "198.18.0.1"  # answered by the gateway whatever the box asks
 USER, USER_ID = "user", 1000
 
@@ -62,49 +69,180 @@ HOSTS = "127.0.0.1 localhost box\n::1 localhost ip6-localhost ip6-loopback\n"
 
 
 class Layers:
-    """The layer directories of one disk; `ca` is the gateway's certificate (PEM), which boxes trust."""
+    """The layer directories of one disk, a cache of what the store holds; `ca` is the gateway's certificate (PEM), which boxes trust."""
 
-    def __init__(self, disk: Disk, ca: Path | None = None) -> None:
+    def __init__(self, disk: Disk, ca: Path | None = None, store: Store | None = None) -> None:
         self.disk, self.ca = disk, ca
+        self.store = store or Store(disk.root.parent / "store")
         self._mask: tuple[tuple[str, ...], str] | None = None  # the names of / it was built for, and the layer
 
+    def resolve(self, base: str, progress: Callable[[str], None] = lambda line: None) -> tuple[str, ...]:
+        """The layer names of a base, topmost first; a Debian that is not there yet is built, which takes about a minute."""
+        if base == HOST:
+            return (self.mask(), HOST)
+        image = self.store.find_ref("image", base)
+        if image is None and base == DEBIAN:
+            from livinglayer.sandbox.debian import build  # only here: a base of its own file
+
+            image = build(self, progress)
+        if image is None:
+            raise NotFound(
+                f"the base {base!r} is not known", hint=f"host, {DEBIAN}, or an image imported under this name"
+            )
+        return self.expand((FIT, *image["layers"]))
+
     def path(self, name: str) -> Path:
-        """Where a layer lies; "host" is the host's own /."""
+        """Where a layer lies, written from the store when its directory was deleted; "host" is the host's own /."""
         if name == HOST:
             return Path("/")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", name):
             raise Invalid(f"{name!r} can't name a layer")
         path = self.disk.layers / name
         if not path.is_dir():
-            raise NotFound(f"the layer {name!r} is not on this disk")
+            if not HASH.fullmatch(name):
+                raise NotFound(f"the layer {name!r} is not on this disk")
+            self.materialise(name)
         return path
 
-    def resolve(self, base: str, progress: Callable[[str], None] = lambda line: None) -> tuple[str, ...]:
-        """The layer names of a base, topmost first; a Debian that is not there yet is built, which takes about a minute."""
-        if base == HOST:
-            return (self.mask(), HOST)
-        raise NotFound(f"the base {base!r} is not known")
+    def expand(self, chain: Sequence[str]) -> tuple[str, ...]:
+        """The names of a chain as they are on this disk now: every layer is there, "mask" and "fit" are the present ones."""
+        names: list[str] = []
+        for name in reversed(chain):
+            if name == MASK:
+                name = self.mask()
+            elif name == FIT:
+                name = self.fit(tuple(reversed(names)))
+            elif name != HOST:
+                self.path(name)
+            names.append(name)
+        return tuple(reversed(names))
+
+    def add(self, tree: Path) -> str:
+        """Keep a finished tree (a subvolume under tmp/, which is used up) as a layer; its name."""
+        with self.store.writing() as writer:
+            manifest = write_manifest(scan(tree, writer).entries, writer)
+            writer.commit()
+            self.adopt(tree, manifest.id)
+        return manifest.id
+
+    def adopt(self, tree: Path, layer: str) -> bool:
+        """Make a tree that holds what `layer` holds its directory; False (and the tree is gone) when there is one."""
+        if not (self.disk.layers / layer).is_dir():
+            self.disk.seal_tree(tree)
+            with contextlib.suppress(Conflict):
+                self.disk.move(tree, self.disk.layers / layer)
+                return True
+        self.disk.destroy(tree)
+        return False
+
+    def materialise(self, layer: str, like: Callable[[Entry], str | None] = lambda entry: None) -> Path:
+        """Write a layer's directory from the store, every chunk verified; Corrupt names the one that is damaged and nothing is left."""
+        aside = self.disk.subvolume(self.disk.tmp / f"layer-{os.urandom(8).hex()}")
+        try:
+            with self.store.reading():
+                manifest = read_manifest(layer, self.store.get)
+                write_tree(entries_of(manifest, self.store.get), self.store.get, aside, like)
+                self.adopt(aside, layer)
+        finally:
+            self.disk.destroy(aside)
+        return self.disk.layers / layer
+
+    def fit(self, layers: tuple[str, ...]) -> str:
+        """The small layer above an image that makes it a box: names answered by the gateway, its certificate, the user `user`."""
+        key = hashlib.sha256(repr((layers, self.ca and self.ca.read_bytes())).encode()).hexdigest()[:24]
+        name = f"{FIT}-{key}"
+        if not (self.disk.layers / name).is_dir():
+            below = [self.path(layer) for layer in layers]
+            self._seal(lambda tree: build_fit(tree, below, self.ca), FIT, name)
+        return name
+
+    def sweep(self) -> None:
+        """Remove what builds and snapshots left that did not end; only when none is under way."""
+        for entry in os.listdir(self.disk.tmp):
+            self.disk.destroy(self.disk.tmp / entry)
 
     def mask(self) -> str:
         """The layer that hides all of the host's / but its programs; built again when / has a new name."""
         names = tuple(sorted(os.listdir("/")))
         if self._mask is None or self._mask[0] != names or not (self.disk.layers / self._mask[1]).is_dir():
-            self._mask = (names, self._seal(lambda tree: build_mask(tree, names, self.ca), "mask"))
+            self._mask = (names, self._seal(lambda tree: build_mask(tree, names, self.ca), MASK))
         return self._mask[1]
 
-    def _seal(self, build: Callable[[Path], None], prefix: str) -> str:
+    def _seal(self, build: Callable[[Path], None], prefix: str, name: str | None = None) -> str:
         """Build a small layer aside, name it by what it holds, put it in its place."""
         aside = self.disk.subvolume(self.disk.tmp / f"{prefix}-{os.urandom(8).hex()}")
         try:
             build(aside)
-            name = f"{prefix}-{fingerprint(aside)}"
-            if not (self.disk.layers / name).is_dir():
-                self.disk.seal_tree(aside)
-                with contextlib.suppress(Conflict):
-                    self.disk.move(aside, self.disk.layers / name)
+            name = name or f"{prefix}-{fingerprint(aside)}"
+            self.adopt(aside, name)
             return name
         finally:
             self.disk.destroy(aside)
+
+
+def chain_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Layer names as they mean the same on every disk: the mask and the fitting layer are made anew wherever they are needed."""
+    return tuple(re.sub(r"^(mask|fit)-[0-9a-f]+$", r"\1", name) for name in names)
+
+
+def build_fit(tree: Path, below: Sequence[Path], ca: Path | None) -> None:
+    """Write what an image lacks to be a box; whatever the image has in these places is read without following anything."""
+    os.chmod(tree, 0o755)
+
+    def content(path: str) -> str:
+        try:
+            return read_stacked(below, path).decode(errors="surrogateescape")
+        except (NotFound, LimitExceeded):
+            return ""
+
+    def has(path: str) -> bool:
+        try:
+            stacked(below, path)
+        except NotFound:
+            return False
+        return True
+
+    def directory(path: str, mode: int = 0o755, owner: int = 0) -> Path:
+        try:
+            _, found = stacked(below, path)
+            if stat.S_ISDIR(found.st_mode):
+                mode, owner = stat.S_IMODE(found.st_mode), found.st_uid
+        except NotFound:
+            pass
+        for parent in reversed(Path(path).parents[:-1]):
+            if not (tree / parent).is_dir():
+                directory(str(parent))
+        _directory(tree / path, mode)
+        os.chown(tree / path, owner, owner)
+        return tree / path
+
+    for name, mode in FRESH.items():
+        if not has(name):
+            directory(name, mode)
+    etc = directory("etc")
+    shell = "/bin/bash" if has("usr/bin/bash") or has("bin/bash") else "/bin/sh"
+    passwd, group = content("etc/passwd") or f"root:x:0:0::/root:{shell}\n", content("etc/group") or "root:x:0:\n"
+    if not re.search(rf"^{USER}:", passwd, re.MULTILINE):
+        passwd = f"{passwd.rstrip()}\n{USER}:x:{USER_ID}:{USER_ID}::/home/{USER}:{shell}\n"
+    if not re.search(rf"^{USER}:", group, re.MULTILINE):
+        group = f"{group.rstrip()}\n{USER}:x:{USER_ID}:\n"
+    texts = {
+        "passwd": passwd,
+        "group": group,
+        "hosts": HOSTS,
+        "hostname": "box\n",
+        "resolv.conf": f"nameserver {NAMESERVER}\n",
+    }
+    for name, text in texts.items():
+        (etc / name).write_text(text, errors="surrogateescape")
+        os.chmod(etc / name, 0o644)
+    directory(f"home/{USER}", 0o755, USER_ID)
+    if ca is not None:
+        trust(
+            directory("etc/ssl/certs"),
+            content("etc/ssl/certs/ca-certificates.crt").encode(errors="surrogateescape"),
+            ca.read_bytes(),
+        )
 
 
 def build_mask(tree: Path, names: Iterable[str], ca: Path | None) -> None:
