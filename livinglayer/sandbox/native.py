@@ -15,12 +15,24 @@ from ..settings import state_directory
 
 SOURCE = Path(__file__).parent / "native"
 HARDENED = [
-    *("-O2", "-std=gnu17", "-Wall", "-Wextra", "-D_FORTIFY_SOURCE=2", "-fstack-protector-strong", "-fstack-clash-protection"),
+    *(
+        "-O2",
+        "-std=gnu17",
+        "-Wall",
+        "-Wextra",
+        "-D_FORTIFY_SOURCE=2",
+        "-fstack-protector-strong",
+        "-fstack-clash-protection",
+    ),
     *("-fcf-protection", "-fno-strict-aliasing", "-Wl,-z,relro,-z,now,-z,noexecstack"),
 ]
 STATIC = ["-static-pie", "-fPIE"]
 SANITIZED = ["-O1", "-g", "-std=gnu17", "-Wall", "-Wextra", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-PROGRAMS = {"spawner": ["spawner.c", "enter.c", "agent.c"], "agent": ["main_agent.c", "agent.c"], "init": ["init.c", "agent.c"]}
+PROGRAMS = {
+    "spawner": ["spawner.c", "enter.c", "agent.c"],
+    "agent": ["main_agent.c", "agent.c"],
+    "init": ["init.c", "agent.c"],
+}
 INSTALL = "apt-get install gcc libc6-dev libseccomp-dev"
 
 

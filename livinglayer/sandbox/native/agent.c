@@ -125,7 +125,12 @@ struct user {
 
 static int find_user(const char *wanted, struct user *user) {
     *user = (struct user){.uid = 0, .gid = 0, .name = "root", .home = "/root"};
-    if (!*wanted || !strcmp(wanted, "root") || rooted) return 0;
+    if (rooted) { // tier process has one user: whoever the agent runs as
+        strcpy(user->name, "user");
+        strcpy(user->home, "/home/user");
+        return 0;
+    }
+    if (!*wanted || !strcmp(wanted, "root")) return 0;
     char *end;
     unsigned long number = strtoul(wanted, &end, 10);
     bool numeric = end != wanted && (!*end || *end == ':') && number < 65536;
@@ -1096,7 +1101,11 @@ int agent_main(int in, int out, int directory, bool lasting) {
                 reap();
             } else if (fd == control_in) {
                 if (receive()) continue;
-                if (!lasting) return 0;
+                if (!lasting) { // the host is gone, and the box with it; on tier process no namespace ends what it ran
+                    for (struct talk *talk = talks; rooted && talk; talk = talk->next)
+                        if (talk->kind == COMMAND) kill_tree(talk->pid, SIGKILL);
+                    return 0;
+                }
                 // In a VM the host may come back on the same port: forget half a frame and wait for it.
                 received = 0;
                 poll(NULL, 0, 20);

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <linux/capability.h>
 #include <linux/mount.h>
+#include <linux/openat2.h>
 #include <linux/seccomp.h>
 #include <sched.h>
 #include <signal.h>
@@ -73,7 +74,7 @@ static int layer_mount(const struct box *box, const char *name) {
 
 int box_root(const struct box *box, const char **step) {
     char path[512], options[LAYERS_MAX * 8 + 64];
-    int fs, upper, layer;
+    int fs, upper, layer, layers[LAYERS_MAX], opened = 0; // a detached mount lives as long as its fd: until the overlay has its own clone
     snprintf(path, sizeof path, "/state/boxes/%s", box->upper);
     TRY("upper", upper = clone_tree(AT_FDCWD, path, 0));
     TRY("idmap upper", set_attributes(upper, MOUNT_ATTR_IDMAP, box->user));
@@ -86,7 +87,7 @@ int box_root(const struct box *box, const char **step) {
                 if (i || errno != EINVAL) return STEP("lowerdir"), -1;
                 by_path = true;
             }
-            close(layer);
+            layers[opened++] = layer;
         }
     }
     if (!by_path) {
@@ -112,6 +113,10 @@ int box_root(const struct box *box, const char **step) {
         TRY("workdir", set_string(fs, "workdir", "/m/upper/w"));
     }
     set_flag(fs, "volatile"); // a box's disk need not outlive a power cut; snapshots are what is kept
+    // A snapshot's files may carry overlay marks of a stranger: none that redirects a name is believed.
+    TRY("redirect_dir", set_string(fs, "redirect_dir", "nofollow"));
+    TRY("metacopy", set_string(fs, "metacopy", "off"));
+    TRY("index", set_string(fs, "index", "off"));
     TRY("act as the box", act_as(box->base));
     int made = create(fs), error = errno;
     TRY("act as root", act_as(0));
@@ -122,7 +127,19 @@ int box_root(const struct box *box, const char **step) {
     TRY("overlay mount", root = make_mount(fs, MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID));
     close(fs);
     close(upper);
+    while (opened) close(layers[--opened]);
     return root;
+}
+
+// Attaches a mount at a directory of the box's root, which is the working directory. Layers may hold links planted by whoever
+// made them: the path is looked up as if chrooted, and our own mount points may not be links at all.
+static int attach(int mount_fd, const char *path, bool ours) {
+    struct open_how how = {.flags = O_PATH | O_DIRECTORY | O_CLOEXEC, .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS | (ours ? RESOLVE_NO_SYMLINKS : 0)};
+    int target = syscall(SYS_openat2, AT_FDCWD, path, &how, sizeof how);
+    if (target < 0) return -1;
+    int failed = syscall(SYS_move_mount, mount_fd, "", target, "", MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH), error = errno;
+    close(target);
+    return errno = error, failed;
 }
 
 static int mount_at(const char *type, const char *const *options, unsigned attributes, const char *path) {
@@ -130,7 +147,7 @@ static int mount_at(const char *type, const char *const *options, unsigned attri
     if (fs < 0) return -1;
     for (; options && options[0]; options += 2) set_string(fs, options[0], options[1]);
     int fd = create(fs) ? -1 : make_mount(fs, attributes);
-    int failed = fd < 0 || move(fd, AT_FDCWD, path);
+    int failed = fd < 0 || attach(fd, path, true);
     int error = errno;
     if (fd >= 0) close(fd);
     close(fs);
@@ -175,17 +192,13 @@ int box_enter(const struct box *box, const char **step) {
     TRY("proc", mount_at("proc", NULL, hard, "proc"));
     int dev;
     TRY("dev", dev = clone_tree(AT_FDCWD, "/dev", 0));
-    TRY("dev mount", move(dev, AT_FDCWD, "dev"));
+    TRY("dev mount", attach(dev, "dev", true));
     close(dev);
     TRY("pts", mount_at("devpts", (const char *[]){"mode", "620", "ptmxmode", "666", "max", "64", NULL}, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, "dev/pts"));
     char bytes[32];
     snprintf(bytes, sizeof bytes, "%llu", (unsigned long long)box->shm_bytes);
     TRY("shm", mount_at("tmpfs", (const char *[]){"size", bytes, "mode", "1777", "nr_inodes", "65536", NULL}, hard & ~MOUNT_ATTR_NOEXEC, "dev/shm"));
-    for (int i = 0; i < box->mount_count; i++) {
-        const char *path = box->mounts[i].path;
-        while (*path == '/') path++;
-        TRY("mount", move(box->mounts[i].fd, AT_FDCWD, path));
-    }
+    for (int i = 0; i < box->mount_count; i++) TRY(box->mounts[i].path, attach(box->mounts[i].fd, box->mounts[i].path, false));
     TRY("chroot", chroot("."));
     TRY("chdir /", chdir("/"));
     close(root);

@@ -63,6 +63,8 @@ static struct range *ranges;
 static uint32_t next_base, ranges_left;
 static struct sock_fprog filter;
 static int client = -1;
+static char *title; // our own argv, which a box would see as that of its PID 1
+static size_t title_size;
 
 static void say(uint32_t op, uint32_t serial, int32_t value, uint32_t base, const char *text, const int *fds, int count) {
     struct reply reply = {op, serial, value, base};
@@ -145,6 +147,9 @@ static __attribute__((noreturn)) void be_box(struct box *box, int control) {
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
+    memset(title, 0, title_size);
+    strncpy(title, "agent", title_size - 1);
+    prctl(PR_SET_NAME, "agent");
     _exit(agent_main(3, 3, -1, false));
 }
 
@@ -306,6 +311,8 @@ static int load_filter(const char *path) {
 
 int main(int argc, char **argv) {
     if (argc != 5) return fprintf(stderr, "usage: spawner STATE FILTER BASE COUNT\n"), 64;
+    title = argv[0];
+    title_size = argv[argc - 1] + strlen(argv[argc - 1]) + 1 - argv[0];
     next_base = strtoul(argv[3], NULL, 10);
     ranges_left = strtoul(argv[4], NULL, 10);
     if (next_base < 65536) return fprintf(stderr, "spawner: the first id must be 65536 or more\n"), 64; // trap 1: never host root's

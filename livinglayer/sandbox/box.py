@@ -1,0 +1,169 @@
+"""One box in the host: its parts, its state, the commands that run in it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import Conflict, NotFound
+from .agent import Agent
+from .blueprint import Blueprint
+from .commands import Command
+from .driver import Driver, Guest, Spec
+from .networks import Network
+from .trace import Trace
+
+State = Literal["starting", "running", "paused", "suspended", "ended"]
+
+
+class Box:
+    """A box and all that must be given back when it ends."""
+
+    def __init__(
+        self,
+        id: str,
+        blueprint: Blueprint,
+        driver: Driver,
+        spec: Spec,
+        trace: Trace,
+        *,
+        name: str | None = None,
+        owner: str | None = None,
+    ) -> None:
+        self.id, self.name, self.owner = id, name, owner
+        self.blueprint, self.driver, self.spec, self.trace = blueprint, driver, spec, trace
+        self.loop = asyncio.get_running_loop()
+        self.state: State = "starting"
+        self.asleep = False  # put to sleep for idleness: any touch wakes it
+        self.guest: Guest | None = None
+        self.network: Network | None = None
+        self.secrets: dict[str, str] = {}
+        self.commands: dict[int, Command] = {}
+        self.created, self.touched = time.time(), time.monotonic()
+        self.parent: str | None = None
+        self.snapshot: str | None = None
+        self.lock = asyncio.Lock()  # one change of state at a time
+        self.timers: list[asyncio.TimerHandle] = []
+        self.root_fd: int | None = None  # of the zygote, opened at its first use
+        self.listeners: dict[int, asyncio.Server] = {}  # exposed ports
+        self.requests = {"allow": 0, "deny": 0, "up": 0, "down": 0}
+        self._oom = 0
+        self.environment: dict[str, str] = {}
+
+    @property
+    def agent(self) -> Agent:
+        """Of the running guest; Conflict when the box is not running."""
+        if self.guest is None or self.state != "running":
+            raise Conflict(
+                f"box {self.id!r} is {self.state}",
+                hint=f"layer box resume {self.name or self.id}" if self.state in ("paused", "suspended") else None,
+            )
+        return self.guest.agent
+
+    def touch(self) -> None:
+        """It is being used."""
+        self.touched = time.monotonic()
+
+    def command_ended(self, command: Command) -> None:
+        """Record a command's end, and what limit it met."""
+        self.touch()
+        self.commands.pop(command.number, None)
+        if self.guest is not None:
+            self.guest.agent.drop(command.number)
+        fields: dict[str, Any] = {
+            "argv": command.argv,
+            "seconds": round(command.duration, 6),
+            "exit_code": command.status,
+        } | command.usage
+        if command.error:
+            fields["error"] = command.error.message
+        if command.truncated:
+            fields["truncated"] = True
+        self.trace.add("exec", **fields)
+        if command.status is not None and command.status < 0:
+            killed = self.spec.cgroup.stats().get("oom_kills", 0)
+            if killed > self._oom:
+                self._oom = killed
+                command.usage["oom_killed"] = True
+                self.trace.add("limit", limit="memory", command=command.argv[0])
+
+    def command(self, number: int) -> Command:
+        """A running command by the number that `start` gave."""
+        if found := self.commands.get(number):
+            return found
+        raise NotFound(f"box {self.id!r} runs no command {number}")
+
+    def metrics(self) -> dict[str, Any]:
+        """What it uses now."""
+        stats = self.spec.cgroup.stats() if self.spec.cgroup.task_fds else {}
+        return stats | {
+            "commands": len(self.commands),
+            "network": dict(self.requests),
+            "state": self.state,
+            "age": time.time() - self.created,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """As a caller sees it."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "tier": self.blueprint.tier,
+            "base": self.blueprint.base,
+            "state": "sleeping" if self.asleep else self.state,
+            "created": self.created,
+            "parent": self.parent,
+            "snapshot": self.snapshot,
+            "pid": self.guest.pid if self.guest else None,
+        }
+
+    # ---- what outlives the host ----
+
+    def record(self) -> dict[str, Any]:
+        """What must be known to have it again; never a secret's value."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "blueprint": self.blueprint.plain(),
+            "layers": list(self.spec.root.layers),
+            "state": self.state,
+            "created": self.created,
+            "parent": self.parent,
+            "snapshot": self.snapshot,
+            "cgroup": {controller: str(path) for controller, path in self.spec.cgroup.directories.items()},
+        }
+
+    def save(self, directory: Path) -> None:
+        """Write the record of a named box; others need none."""
+        if self.name is None:
+            return
+        path = directory / f"{self.id}.json"
+        aside = path.with_suffix(".new")
+        aside.write_text(json.dumps(self.record()))
+        os.replace(aside, path)
+
+    def forget(self, directory: Path) -> None:
+        """Remove the record."""
+        (directory / f"{self.id}.json").unlink(missing_ok=True)
+
+    def fresh_work(self) -> None:
+        """An overlay that is mounted again wants an empty work directory (a volatile one refuses its old)."""
+        work = self.spec.root.upper / "w"
+        shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(FileExistsError):
+            work.mkdir(mode=0o700)
+
+    def end_commands(self) -> None:
+        """Tell whoever waits for a command that the box is gone."""
+        for command in list(self.commands.values()):
+            command.fail(Conflict(f"box {self.id!r} has ended"))
+
+
+def environment(box: Box, given: dict[str, str], tail: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """What a command finds in its environment: the box's, then the caller's."""
+    return {**box.environment, **box.blueprint.env, **given, **dict(tail)}

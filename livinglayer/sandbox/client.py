@@ -1,0 +1,280 @@
+"""Talking to the host: a connection does one request at a time, blocking or not, and a host that is not there is started.
+
+Everything above this file is written once, as coroutines. On a `BlockingWire` none of them ever waits for the event loop, so that
+`run_blocking` can drive them to their end without one.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from .. import errors
+from ..errors import LayerError, Unavailable
+from ..settings import state_directory
+from .wire import CALL, ERROR, HEAD, PROGRESS, RESULT, Frames
+
+T = TypeVar("T")
+ERRORS: dict[str, type[LayerError]] = {
+    kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LayerError)
+}
+
+
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """Drive a coroutine that never really waits."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise RuntimeError("a blocking call waited for an event loop")
+
+
+class Wire(Protocol):
+    """Bytes to and from the host."""
+
+    async def send(self, data: bytes) -> None: ...
+
+    async def receive(self) -> bytes:
+        """What has come; b"" when the host has hung up."""
+
+    def close(self) -> None: ...
+
+
+class BlockingWire:
+    """A plain socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    async def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    async def receive(self) -> bytes:
+        return self._socket.recv(262144)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class AsyncWire:
+    """The same on an event loop."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket, self._loop = connection, asyncio.get_running_loop()
+
+    async def send(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._socket, data)
+
+    async def receive(self) -> bytes:
+        return await self._loop.sock_recv(self._socket, 262144)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Connection:
+    """One connection: a request, frames until its end, then the next."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self._frames = wire, Frames()
+        self._ready: list[tuple[int, bytes]] = []
+        self.broken = False
+
+    async def send(self, *frames: tuple[int, bytes]) -> None:
+        """Frames in one go."""
+        try:
+            await self._wire.send(b"".join(HEAD.pack(len(payload), 0, kind) + payload for kind, payload in frames))
+        except OSError:
+            self.broken = True
+            raise Unavailable("the sandbox host has hung up", hint="try again: it is started on demand") from None
+
+    async def receive(self) -> tuple[int, bytes]:
+        """The next frame."""
+        while not self._ready:
+            try:
+                data = await self._wire.receive()
+            except OSError:
+                data = b""
+            if not data:
+                self.broken = True
+                raise Unavailable("the sandbox host has hung up", hint="try again: it is started on demand")
+            self._ready = [(kind, payload) for _, kind, payload in self._frames.feed(data)]
+        return self._ready.pop(0)
+
+    async def begin(self, request: dict[str, Any], *more: tuple[int, bytes]) -> None:
+        """Send a request."""
+        await self.send((CALL, json.dumps(request).encode()), *more)
+
+    async def end(
+        self,
+        on_frame: Callable[[int, bytes], Any] = lambda kind, payload: None,
+        say: Callable[[str], Any] = lambda line: None,
+    ) -> Any:
+        """Take frames until the request has ended; its result, or its error raised."""
+        parts: list[bytes] = []
+        while True:
+            kind, payload = await self.receive()
+            if kind == RESULT:
+                return json.loads(b"".join(parts) + payload)
+            if kind == ERROR:
+                raise to_error(payload)
+            if kind == PROGRESS:
+                parts.append(payload[1:]) if payload[:1] == b"+" else say(payload[1:].decode())
+            else:
+                on_frame(kind, payload)
+
+    def close(self) -> None:
+        self.broken = True
+        self._wire.close()
+
+
+def to_error(payload: bytes) -> LayerError:
+    """The error the host sent."""
+    body = json.loads(payload)
+    details = {key: value for key, value in body.items() if key not in ("code", "message", "hint")}
+    return ERRORS.get(body["code"], LayerError)(body["message"], body["hint"], **details)
+
+
+class Client:
+    """The connections of one process to one host. While it lives, so do the ephemeral boxes it made."""
+
+    def __init__(self, state: Path, wire: Callable[[socket.socket], Wire]) -> None:
+        self.state, self._wire = state, wire
+        self.session = secrets.token_hex(8)
+        self._idle: list[Connection] = []
+        self._lease: Connection | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    async def _new(self) -> Connection:
+        connection = Connection(self._wire(connect(self.state)))
+        await connection.begin({"do": "hello", "session": self.session})
+        await connection.end()
+        return connection
+
+    async def take(self) -> Connection:
+        """A free connection."""
+        if self._pid != os.getpid():  # a fork of ours must not speak on our connections
+            self.__init__(self.state, self._wire)  # type: ignore[misc]
+        with self._lock:
+            while self._idle:
+                connection = self._idle.pop()
+                if not connection.broken:
+                    return connection
+        if self._lease is None or self._lease.broken:
+            lease = Connection(self._wire(connect(self.state)))
+            await lease.begin({"do": "hello", "session": self.session, "lease": True})
+            await lease.end()
+            self._lease = lease
+        return await self._new()
+
+    def give(self, connection: Connection) -> None:
+        """Done with it."""
+        if not connection.broken:
+            with self._lock:
+                self._idle.append(connection)
+
+    async def call(
+        self,
+        request: dict[str, Any],
+        *more: tuple[int, bytes],
+        on_frame: Callable[[int, bytes], Any] = lambda kind, payload: None,
+        say: Callable[[str], Any] = lambda line: None,
+    ) -> Any:
+        """One request from its begin to its end."""
+        connection = await self.take()
+        try:
+            await connection.begin(request, *more)
+            result = await connection.end(on_frame, say)
+        except LayerError:
+            self.give(connection)  # the request has ended, if not well
+            raise
+        except BaseException:
+            connection.close()  # left in the middle: the host ends what it was doing for us
+            raise
+        self.give(connection)
+        return result
+
+    def close(self) -> None:
+        """Hang up; ephemeral boxes of ours end."""
+        with self._lock:
+            for connection in self._idle:
+                connection.close()
+            self._idle.clear()
+        if self._lease:
+            self._lease.close()
+            self._lease = None
+
+
+_clients: dict[tuple[Path, int], Client] = {}
+
+
+def blocking_client(state: Path | None = None) -> Client:
+    """The client of this process, for blocking callers; threads share it."""
+    place = (state or state_directory(), 0)
+    if place not in _clients:
+        _clients[place] = Client(place[0], BlockingWire)
+    return _clients[place]
+
+
+def async_client(state: Path | None = None) -> Client:
+    """The client of the running event loop."""
+    place = (state or state_directory(), id(asyncio.get_running_loop()))
+    if place not in _clients:
+        _clients[place] = Client(place[0], AsyncWire)
+    return _clients[place]
+
+
+def connect(state: Path) -> socket.socket:
+    """A socket to the host of `state`, which is started when it does not run."""
+    path = state / "run" / "host.sock"
+    deadline, process = time.monotonic() + 30, None
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(path))
+            return connection
+        except OSError:
+            connection.close()
+        if process is None or process.poll() is not None:
+            if process is not None and process.returncode not in (0, errors.Conflict.exit_code):
+                raise Unavailable(f"the sandbox host did not start: {_last_words(state)}", hint="layer doctor")
+            process = start_host(state)
+        if time.monotonic() > deadline:
+            raise Unavailable(f"the sandbox host does not answer at {path}", hint=f"see {state / 'run' / 'host.log'}")
+        time.sleep(0.005)
+
+
+def start_host(state: Path) -> "subprocess.Popen[bytes]":
+    """Start a host that outlives us."""
+    (state / "run").mkdir(mode=0o700, parents=True, exist_ok=True)
+    keep = ("PATH", "HOME", "LANG", "PYTHONPATH", "XDG_STATE_HOME", "TMPDIR", "SSL_CERT_FILE")
+    environment = {key: value for key, value in os.environ.items() if key in keep or key.startswith("LAYER_")}
+    with open(state / "run" / "host.log", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "livinglayer.sandbox.host"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment | {"LAYER_STATE": str(state)},
+            start_new_session=True,
+            cwd="/",
+        )
+
+
+def _last_words(state: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = (state / "run" / "host.log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+    return "it said nothing"

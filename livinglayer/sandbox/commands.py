@@ -1,0 +1,239 @@
+"""One command in a box: what it prints goes to whoever listens, up to its limit; it ends by itself, by its deadline or with its caller."""
+
+import collections
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Invalid, LayerError, LimitExceeded
+from .agent import EXIT_STATUS, failure
+from .wire import CREDIT, DONE, EXIT, PAYLOAD_MAX, PTY, STARTED, STDERR, STDIN, STDOUT, WINDOW_START, Kind, text
+
+if TYPE_CHECKING:
+    from .box import Box
+
+REMEMBERED = 256 << 10  # output of a background command that a later caller may still read
+Sink = Callable[[int, bytes], None]  # gets (STDOUT or STDERR, bytes), then (EXIT, b"") or (DONE, b"")
+
+
+def encode_exec(
+    argv: Sequence[str], user: str, cwd: str, environment: dict[str, str], flags: int, rows: int = 24, columns: int = 80
+) -> bytes:
+    """An EXEC frame's payload; LimitExceeded when arguments and environment are larger than one frame."""
+    payload = b"".join(
+        [
+            struct.pack("<III", flags, rows, columns),
+            text(user),
+            text(cwd),
+            len(argv).to_bytes(4, "little"),
+            *(text(argument) for argument in argv),
+            len(environment).to_bytes(4, "little"),
+            *(text(f"{key}={value}") for key, value in environment.items()),
+        ]
+    )
+    if len(payload) > PAYLOAD_MAX:
+        raise LimitExceeded(
+            f"arguments and environment take {len(payload)} bytes, more than {PAYLOAD_MAX}",
+            hint="write a file into the box instead",
+        )
+    return payload
+
+
+class Command:
+    """A command that runs or has run."""
+
+    def __init__(
+        self,
+        box: "Box",
+        argv: Sequence[str],
+        sink: Sink | None,
+        *,
+        background: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        self.box, self.argv, self.background = box, list(argv), background
+        self.number = self.pid = 0
+        self.started, self.duration = time.monotonic(), 0.0
+        self.status: int | None = None
+        self.usage: dict[str, Any] = {}
+        self.error: LayerError | None = None
+        self.timed_out = False
+        self._sinks: list[Sink] = [sink] if sink else []
+        self._seen = {STDOUT: 0, STDERR: 0}
+        self._limit = box.blueprint.output
+        self._memory: collections.deque[tuple[int, bytes]] | None = collections.deque() if background else None
+        self._remembered = 0
+        self._credit = WINDOW_START
+        self._input: collections.deque[bytes | None] = collections.deque()
+        self._held = False
+        self._owed = 0
+        self.on_room: Callable[[], None] = lambda: None
+        self._timer = box.loop.call_later(timeout, self._expire) if timeout else None
+
+    # ---- started by the agent ----
+
+    def start(self, payload: bytes) -> None:
+        """Ask the agent to run it."""
+        agent = self.box.agent
+        self.number = agent.open(self.on_frame)
+        self.box.commands[self.number] = self
+        try:
+            agent.send(Kind.EXEC, payload, self.number)
+        except BaseException:
+            self.box.commands.pop(self.number, None)
+            agent.drop(self.number)
+            raise
+
+    def on_frame(self, kind: int, payload: bytes) -> None:
+        """A frame of the agent's."""
+        if kind == STDOUT or kind == STDERR:
+            self.output(kind, payload)
+            if self._held:
+                self._owed += len(payload)
+            else:
+                self.box.agent.send(Kind.WINDOW, len(payload).to_bytes(4, "little"), self.number)
+        elif kind == EXIT:
+            status, user, system, resident = EXIT_STATUS.unpack_from(payload)
+            self.end(
+                os.waitstatus_to_exitcode(status),
+                {"user": user / 1e6, "system": system / 1e6, "max_resident": resident},
+            )
+        elif kind == STARTED:
+            self.pid = int.from_bytes(payload[:4], "little")
+        elif kind == CREDIT:
+            self._credit += int.from_bytes(payload[:4], "little")
+            self._flush()
+        elif kind == DONE:
+            self.fail(failure(payload) or Invalid("the command did not start"))
+
+    def hold(self, on: bool) -> None:
+        """Stop (or go on) taking output: whoever listens can't keep up."""
+        self._held = on
+        if not on and self._owed and self.status is None and not self.error:
+            owed, self._owed = self._owed, 0
+            self.box.agent.send(Kind.WINDOW, owed.to_bytes(4, "little"), self.number)
+
+    # ---- what happens to it, whoever started it ----
+
+    def output(self, kind: int, data: bytes) -> None:
+        """Pass on what it printed, up to the limit."""
+        seen = self._seen[kind]
+        self._seen[kind] = seen + len(data)
+        if seen + len(data) > self._limit:
+            if seen <= self._limit:
+                self.box.trace.add("limit", limit="output", command=self.argv[0], bytes=self._limit)
+            data = data[: max(0, self._limit - seen)]
+        if not data:
+            return
+        for sink in self._sinks:
+            sink(kind, data)
+        if self._memory is not None:
+            self._memory.append((kind, data))
+            self._remembered += len(data)
+            while self._remembered > REMEMBERED:
+                self._remembered -= len(self._memory.popleft()[1])
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it printed more than its limit."""
+        return max(self._seen.values()) > self._limit
+
+    def end(self, status: int, usage: dict[str, Any]) -> None:
+        """It has exited."""
+        self.status, self.usage = status, usage
+        self._over(EXIT)
+
+    def fail(self, error: LayerError) -> None:
+        """It could not run, or its box ended under it."""
+        self.error = error
+        self._over(DONE)
+
+    def _over(self, kind: int) -> None:
+        self.duration = time.monotonic() - self.started
+        if self._timer:
+            self._timer.cancel()
+        self.box.command_ended(self)
+        for sink in self._sinks:
+            sink(kind, b"")
+        self._sinks.clear()
+
+    def listen(self, sink: Sink) -> None:
+        """Hear what it printed lately and what it prints from now on."""
+        for kind, data in self._memory or ():
+            sink(kind, data)
+        if self.status is not None or self.error:
+            sink(EXIT if self.error is None else DONE, b"")
+        else:
+            self._sinks.append(sink)
+
+    def leave(self, sink: Sink) -> None:
+        """Stop listening."""
+        if sink in self._sinks:
+            self._sinks.remove(sink)
+
+    @property
+    def over(self) -> bool:
+        return self.status is not None or self.error is not None
+
+    def _expire(self) -> None:
+        self.timed_out = True
+        self.box.trace.add("limit", limit="time", command=self.argv[0])
+        self.signal(signal.SIGKILL, tree=True)
+
+    def signal(self, number: int, tree: bool = False) -> None:
+        """Send a signal to the command, or with `tree` to all that came of it."""
+        if not self.over:
+            self.box.agent.send(Kind.SIGNAL, struct.pack("<iI", number, tree), self.number)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Tell its terminal the new size."""
+        if not self.over:
+            self.box.agent.send(Kind.RESIZE, struct.pack("<II", rows, columns), self.number)
+
+    # ---- input ----
+
+    def write(self, data: bytes | None) -> bool:
+        """Give it input, None for the end of it. False when it has not taken what it got: wait for `on_room`."""
+        if self.over:
+            return True
+        self._input.append(data)
+        self._flush()
+        return not self._input
+
+    def _flush(self) -> None:
+        if self.over:
+            self._input.clear()
+        waited = bool(self._input)
+        while self._input:
+            data = self._input[0]
+            if data is None:
+                self.box.agent.send(Kind.INPUT_END, b"", self.number)
+            elif len(data) > self._credit:
+                return
+            else:
+                self._credit -= len(data)
+                self.box.agent.send(Kind.INPUT, data, self.number)
+            self._input.popleft()
+        if waited:
+            self.on_room()
+
+    def describe(self) -> dict[str, Any]:
+        """As a caller sees it."""
+        return {
+            "id": self.number,
+            "pid": self.pid,
+            "argv": self.argv,
+            "seconds": time.monotonic() - self.started,
+            "background": self.background,
+        }
+
+
+def exec_flags(pty: bool, stdin: bool) -> int:
+    """The flags of an EXEC frame."""
+    return (PTY if pty else 0) | (STDIN if stdin else 0)
+
+
+__all__ = ["Command", "encode_exec", "exec_flags"]

@@ -1,0 +1,854 @@
+"""The supervisor of a host's boxes: `python -m livinglayer.sandbox.host`, started on demand, one for each state directory.
+
+It owns the disk, the spawner, the gateway and every box; clients talk to it over a Unix socket (server.py). Ephemeral boxes end with
+their creator. When the host itself dies, egress is closed, ephemeral boxes end, and named ones are adopted when it returns.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
+from ..settings import state_directory
+from .blueprint import NAME, Blueprint, Tier
+from .box import Box
+from .cgroups import Cgroups
+from .cgroups import remove as remove_cgroup
+from .disk import Disk
+from .driver import Driver, Root, Spec
+from .drivers.namespace import NamespaceDriver, NamespaceGuest, Spawner
+from .drivers.process import ProcessDriver
+from .egress.tls import Authority
+from .layers import Layers
+from .networks import Event, Gateway, Network
+from .snapshots import Snapshots
+from .trace import Trace, prune
+from .zygote import Zygote
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
+IDLE_SECONDS = float(os.environ.get("LAYER_HOST_IDLE", "60"))  # a host that nobody uses ends
+WARM = int(os.environ.get("LAYER_WARM", "2"))  # boxes kept waiting of the shape that was asked for last
+VIRTUAL: tuple[Tier, ...] = ("microvm", "vm")
+
+
+def new_id() -> str:
+    """Short, DNS-safe and not to be guessed."""
+    return "b" + "".join(secrets.choice(ALPHABET) for _ in range(11))
+
+
+class Host:
+    """All boxes of one state directory."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.loop = asyncio.get_running_loop()
+        self.run, self.records, self.traces = state / "run", state / "boxes", state / "traces"
+        for directory, mode in ((state, 0o711), (self.run, 0o700), (self.records, 0o700), (self.traces, 0o700)):
+            directory.mkdir(mode=mode, parents=True, exist_ok=True)
+            os.chmod(directory, mode)
+        self.boxes: dict[str, Box] = {}
+        self.names: dict[str, str] = {}
+        self.started = time.time()
+        self.used = time.monotonic()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._warm: dict[tuple[str, ...], list[Box]] = {}
+        self._warming = False
+        self._failed: dict[str, LayerError] = {}  # tiers that did not work, and why
+        self._drivers: dict[str, Driver] = {}
+        self.stopping = asyncio.Event()
+        self.root = os.geteuid() == 0
+
+    async def open(self) -> None:
+        """Bring up the parts, adopt what is ours, remove what is nobody's."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        self.disk = Disk.open(self.state)
+        os.chmod(self.disk.boxes, 0o711)
+        self.cgroups = Cgroups(self.state)
+        self.gateway: Gateway | None = None
+        self.spawner: Spawner | None = None
+        self.layers = Layers(self.disk, None)
+        if self.root:
+            self.layers.ca = Authority(self.state / "egress").certificate
+            self.gateway = Gateway(self.state)
+            self.gateway.on_event = self._on_request
+            self.spawner = Spawner(self.state, self.disk.root, self.run)
+            self.spawner.on_death = self.stopping.set
+            self.gateway.refill()
+        self.snapshots = Snapshots(self.disk, self.layers, self.state / "store")
+        self.zygote = Zygote(self.state) if self.root else None
+        await self._adopt()
+        while self.cgroups.refill():
+            pass
+        self.spawn_task(self._tick())
+
+    def spawn_task(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something beside; its errors are printed, not lost."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- tiers ----
+
+    async def driver(self, tier: Tier) -> Driver:
+        """The driver of a tier that works here; else Unavailable says what to install."""
+        if found := self._drivers.get(tier):
+            return found
+        driver = self._make_driver(tier)
+        await driver.probe()
+        self._drivers[tier] = driver
+        return driver
+
+    def _make_driver(self, tier: Tier) -> Driver:
+        if tier == "process":
+            return ProcessDriver(self.state)
+        if self.spawner is None:
+            raise Unavailable(f"tier {tier!r} needs root", hint="run the host as root; tier process works without")
+        if tier == "namespace":
+            return NamespaceDriver(self.spawner)
+        if tier == "container":
+            from .drivers.container import ContainerDriver
+
+            return ContainerDriver(self)
+        if tier == "gvisor":
+            from .drivers.gvisor import GvisorDriver
+
+            return GvisorDriver(self)
+        if tier == "microvm":
+            from .drivers.microvm import MicrovmDriver
+
+            return MicrovmDriver(self)
+        from .drivers.vm import VmDriver
+
+        return VmDriver(self)
+
+    # ---- life ----
+
+    def find(self, box: str) -> Box:
+        """A box by id or name, or NotFound."""
+        found = self.boxes.get(box) or self.boxes.get(self.names.get(box, ""))
+        if found is None or found.state == "ended":
+            raise NotFound(f"there is no box {box!r}", hint="layer box list")
+        return found
+
+    async def create(
+        self,
+        given: dict[str, Any],
+        *,
+        owner: str | None,
+        name: str | None = None,
+        snapshot: str | None = None,
+        secret_values: dict[str, str] | None = None,
+        warm: bool = True,
+        record: str | None = None,
+        replay: str | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> Box:
+        """Make a box of this shape and start it."""
+        secret_values = secret_values or {}
+        blueprint = Blueprint.of(given | ({"secrets": list(secret_values)} if secret_values else {}))
+        if name is not None and (not isinstance(name, str) or not NAME.fullmatch(name)):
+            raise Invalid(f"name {name!r} is not lower-case letters, digits and hyphens, 41 at most")
+        if name in self.names:
+            raise Conflict(f"a box {name!r} exists already", hint=f"layer box kill {name}")
+        if self.stopping.is_set():
+            raise Unavailable("the host is stopping")
+        driver = await self.driver(blueprint.tier)
+        layers = await self._layers(blueprint, snapshot, say)
+        if warm and name is None and not blueprint.mounts and (box := self._take_warm(blueprint, layers)):
+            box.owner = owner
+        else:
+            if name is not None:
+                self.names[name] = ""  # taken from now on
+            try:
+                box = await self._start(blueprint, driver, layers, name=name, owner=owner)
+            except BaseException:
+                if name is not None:
+                    self.names.pop(name, None)
+                raise
+        box.snapshot = snapshot
+        if box.network and self.gateway:
+            box.secrets = secret_values
+            try:
+                answer = self.gateway.open(box.id, box.network, blueprint.egress, secret_values, record, replay)
+                if blueprint.egress or secret_values or record or replay:
+                    placeholders = (await answer)[0].get("placeholders", {})
+                    box.environment.update(placeholders)
+                else:
+                    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+            except BaseException:
+                await self.kill(box)
+                raise
+        elif blueprint.egress or secret_values:
+            await self.kill(box)
+            raise Invalid(
+                f"tier {blueprint.tier!r} has no gateway, so egress rules and secrets can't be kept there",
+                hint="use tier namespace or above",
+            )
+        if blueprint.wall:
+            box.timers.append(self.loop.call_later(blueprint.wall, self._expire, box))
+        box.trace.add(
+            "create",
+            tier=blueprint.tier,
+            base=blueprint.base,
+            snapshot=snapshot,
+            egress=len(blueprint.egress),
+            secrets=list(blueprint.secrets),
+        )
+        box.save(self.records)
+        if warm and WARM and name is None and blueprint.tier == "namespace" and not blueprint.mounts:
+            self._warm_up(blueprint, layers)
+        return box
+
+    async def _layers(self, blueprint: Blueprint, snapshot: str | None, say: Callable[[str], None]) -> tuple[str, ...]:
+        if blueprint.tier == "process":
+            return tuple(await asyncio.to_thread(self.snapshots.load, snapshot)) if snapshot else ()
+        if snapshot:
+            return tuple(await asyncio.to_thread(self.snapshots.load, snapshot))
+        base = "debian" if blueprint.tier in VIRTUAL and blueprint.base == "host" else blueprint.base
+        if base == "host" and not blueprint.packages:
+            return self.layers.resolve("host")
+        layers = tuple(await asyncio.to_thread(self.layers.resolve, base, say))
+        if blueprint.packages:
+            layers = await self._build(blueprint, layers, say)
+        return layers
+
+    async def _build(
+        self, blueprint: Blueprint, layers: tuple[str, ...], say: Callable[[str], None]
+    ) -> tuple[str, ...]:
+        raise Unavailable(
+            "packages of a blueprint are not built yet", hint="run the steps in a box and take a snapshot"
+        )
+
+    async def _start(
+        self,
+        blueprint: Blueprint,
+        driver: Driver,
+        layers: tuple[str, ...],
+        *,
+        name: str | None = None,
+        owner: str | None = None,
+        upper_from: Path | None = None,
+        resume_from: Path | None = None,
+    ) -> Box:
+        box = self._prepare(blueprint, driver, layers, name, owner, upper_from)
+        try:
+            await self._connect(box)
+            box.guest = await (driver.resume(box.spec, resume_from) if resume_from else driver.start(box.spec))
+        except BaseException:
+            box.state = "ended"
+            self._release(box)
+            raise
+        self._live(box)
+        return box
+
+    def _prepare(
+        self,
+        blueprint: Blueprint,
+        driver: Driver,
+        layers: tuple[str, ...],
+        name: str | None,
+        owner: str | None,
+        upper_from: Path | None = None,
+    ) -> Box:
+        """The parts of a box that cost microseconds: a directory, a cgroup, a record."""
+        id = new_id()
+        if self.disk.free() < 64 << 20:
+            raise LimitExceeded("the host's disk is full", hint="layer box list; kill what is not needed")
+        if upper_from is None:
+            upper = self.disk.create(id, blueprint.disk)
+        else:
+            upper = self.disk.snapshot(upper_from, self.disk.boxes / id)
+            self.disk.limit(upper, blueprint.disk)
+        os.chmod(upper, 0o700)
+        cgroup = self.cgroups.take(blueprint.memory, blueprint.pids, blueprint.cpu)
+        directory = self.run / "boxes" / id
+        spec = Spec(id, blueprint, Root(layers, upper), directory, cgroup, keep=name is not None)
+        box = Box(id, blueprint, driver, spec, Trace(self.traces, id), name=name, owner=owner)
+        self.boxes[id] = box
+        return box
+
+    async def _connect(self, box: Box) -> None:
+        if box.driver.capabilities.egress and self.gateway:
+            box.network = await self.gateway.take()
+            box.spec.netns, box.spec.held = box.network.netns, box.network.fds
+
+    def _live(self, box: Box) -> None:
+        assert box.guest is not None
+        box.state = "running"
+        if box.name:
+            self.names[box.name] = box.id
+        ca = self.layers.ca is not None and box.blueprint.tier != "process"
+        bundle = "/etc/ssl/certs/ca-certificates.crt"
+        box.environment = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+            "LANG": "C.UTF-8",
+            "LAYER_BOX": box.id,
+            **box.spec.environment,
+        }
+        if ca:
+            box.environment |= dict.fromkeys(
+                (
+                    "SSL_CERT_FILE",
+                    "REQUESTS_CA_BUNDLE",
+                    "PIP_CERT",
+                    "CURL_CA_BUNDLE",
+                    "GIT_SSL_CAINFO",
+                    "NODE_EXTRA_CA_CERTS",
+                ),
+                bundle,
+            )
+        guest = box.guest
+        guest.ended.add_done_callback(lambda done: self._on_end(box, guest, done))
+
+    def _on_end(self, box: Box, guest: Any, done: "asyncio.Future[str]") -> None:
+        """A guest is gone: asked for, or by itself."""
+        if box.guest is not guest:
+            return
+        box.guest = None
+        box.end_commands()
+        if box.state in ("suspended", "ended"):
+            return
+        box.trace.add("end", reason=done.result() if not done.cancelled() and not done.exception() else "lost")
+        box.state = "ended"
+        self._release(box)
+
+    def _release(self, box: Box) -> None:
+        """Give everything back."""
+        for timer in box.timers:
+            timer.cancel()
+        for listener in box.listeners.values():
+            listener.close()
+        box.listeners.clear()
+        self._drop_resources(box)
+        self.disk.destroy(box.spec.root.upper)
+        shutil.rmtree(box.spec.directory, ignore_errors=True)
+        if box.name:
+            self.names.pop(box.name, None)
+            box.forget(self.records)
+        self.boxes.pop(box.id, None)
+        box.trace.flush()
+        self.used = time.monotonic()
+
+    def _drop_resources(self, box: Box) -> None:
+        """The parts that a suspended box does without."""
+        if self.gateway:
+            self.gateway.forget(box.id)
+        if box.network:
+            box.network.close()
+            box.network, box.spec.netns, box.spec.held = None, None, []
+        if box.root_fd is not None:
+            os.close(box.root_fd)
+            box.root_fd = None
+        if not box.spec.cgroup.remove():
+            self.spawn_task(self._remove_later(box.spec.cgroup.directories))
+
+    async def _remove_later(self, directories: dict[str, Path]) -> None:
+        for delay in (0.001, 0.005, 0.02, 0.1, 0.5, 2):
+            await asyncio.sleep(delay)
+            if all([remove_cgroup(directory) for directory in dict.fromkeys(directories.values())]):
+                return
+
+    def _expire(self, box: Box) -> None:
+        box.trace.add("limit", limit="wall", seconds=box.blueprint.wall)
+        self.spawn_task(self.kill(box))
+
+    async def kill(self, box: Box) -> None:
+        """End a box; two who ask at once both get what they asked for."""
+        async with box.lock:
+            if box.state == "ended":
+                return
+            guest, suspended = box.guest, box.state == "suspended"
+            if guest is None or suspended:
+                box.state = "ended"
+                box.trace.add("end", reason="killed")
+                self._release(box)
+                return
+            await guest.kill()  # _on_end does the rest
+
+    # ---- pause, suspend, wake ----
+
+    async def pause(self, box: Box) -> None:
+        """Freeze a box; its memory stays."""
+        async with box.lock:
+            if box.state == "paused":
+                return
+            if box.guest is None or box.state != "running":
+                raise Conflict(f"box {box.id!r} is {box.state}")
+            await box.guest.pause()
+            box.state = "paused"
+            box.trace.add("pause")
+            box.save(self.records)
+
+    async def resume(self, box: Box) -> None:
+        """Let a paused or suspended box go on."""
+        async with box.lock:
+            await self._resume(box)
+
+    async def _resume(self, box: Box) -> None:
+        box.asleep = False
+        if box.state == "paused" and box.guest is not None:
+            await box.guest.resume()
+        elif box.state == "suspended":
+            keep = self.state / "suspended" / box.id
+            box.fresh_work()
+            box.spec.cgroup = self.cgroups.take(box.blueprint.memory, box.blueprint.pids, box.blueprint.cpu)
+            await self._connect(box)
+            try:
+                if keep.exists():
+                    box.guest = await box.driver.resume(box.spec, keep)
+                    shutil.rmtree(keep, ignore_errors=True)
+                else:
+                    box.guest = await box.driver.start(box.spec)
+            except BaseException:
+                self._drop_resources(box)
+                raise
+            extra = {key: value for key, value in box.environment.items() if key in box.secrets}
+            self._live(box)
+            box.environment |= extra
+            if box.network and self.gateway:
+                await self.gateway.open(box.id, box.network, box.blueprint.egress, box.secrets, None, None)
+        elif box.state == "running":
+            return
+        else:
+            raise Conflict(f"box {box.id!r} is {box.state}")
+        box.state = "running"
+        box.touch()
+        box.trace.add("resume")
+        box.save(self.records)
+
+    async def suspend(self, box: Box) -> dict[str, Any]:
+        """Let go of a box's memory: kept on disk where the tier can, else its processes end and its files stay."""
+        async with box.lock:
+            if box.state == "suspended":
+                return {"memory": (self.state / "suspended" / box.id).exists()}
+            if box.guest is None or box.state not in ("running", "paused"):
+                raise Conflict(f"box {box.id!r} is {box.state}")
+            memory = box.driver.capabilities.suspend_memory
+            guest = box.guest
+            if memory:
+                keep = self.state / "suspended" / box.id
+                shutil.rmtree(keep, ignore_errors=True)
+                keep.mkdir(parents=True, mode=0o700)
+                if box.state == "paused":
+                    await guest.resume()
+                try:
+                    await guest.suspend(keep)
+                except BaseException:
+                    shutil.rmtree(keep, ignore_errors=True)
+                    raise
+                box.state = "suspended"
+            else:
+                box.state = "suspended"
+                await guest.kill()
+            box.guest = None
+            box.end_commands()
+            self._drop_resources(box)
+            box.trace.add("suspend", memory=memory)
+            box.save(self.records)
+            return {"memory": memory}
+
+    async def awake(self, box: Box) -> Box:
+        """The box, running: one that sleeps for idleness is woken, one that a person paused is not."""
+        box.touch()
+        self.used = time.monotonic()
+        if box.asleep:
+            async with box.lock:
+                if box.asleep:
+                    await self._resume(box)
+        if box.state != "running":
+            box.agent  # noqa: B018  raises what is wrong
+        return box
+
+    async def _tick(self) -> None:
+        """Once a second: the idle ladder, the pools, and the end of a host that nobody needs."""
+        count = 0
+        while True:
+            await asyncio.sleep(1)
+            count += 1
+            for box in list(self.boxes.values()):
+                box.trace.flush()
+                if count % 10 == 0 and box.state == "running" and box.commands:
+                    box.trace.add("usage", **box.spec.cgroup.stats())
+                with contextlib.suppress(LayerError):
+                    await self._idle(box)
+            if count % 300 == 0:
+                prune(self.traces, set(self.boxes))
+            if self.boxes and any(box.name or box.owner for box in self.boxes.values()):
+                self.used = time.monotonic()
+            if IDLE_SECONDS and time.monotonic() - self.used > IDLE_SECONDS:
+                self.stopping.set()
+
+    async def _idle(self, box: Box) -> None:
+        idle, quiet = box.blueprint.idle, time.monotonic() - box.touched
+        if box.commands or box.state == "ended":
+            box.touch() if box.commands and not box.asleep else None
+            return
+        if idle.archive is not None and quiet > idle.archive and box.state in ("running", "paused", "suspended"):
+            keep = self.state / "suspended" / box.id
+            if box.state == "suspended" and not keep.exists():
+                return
+            if box.state != "suspended":
+                await self.suspend(box)
+            shutil.rmtree(keep, ignore_errors=True)  # memory goes, files stay
+            box.asleep = True
+            box.trace.add("idle", step="archive")
+        elif idle.checkpoint is not None and quiet > idle.checkpoint and box.state in ("running", "paused"):
+            if box.driver.capabilities.suspend_memory:
+                await self.suspend(box)
+                box.asleep = True
+                box.trace.add("idle", step="checkpoint")
+        elif idle.freeze is not None and quiet > idle.freeze and box.state == "running":
+            await self.pause(box)
+            box.asleep = True
+            box.trace.add("idle", step="freeze")
+
+    # ---- snapshots and forks ----
+
+    async def snapshot(self, box: Box) -> dict[str, Any]:
+        """Keep the files of a box by content; it stands still for milliseconds only."""
+        async with box.lock:
+            sealed = await self._seal(box)
+        try:
+            taken = await asyncio.to_thread(self.snapshots.take, sealed, box.spec.root.layers, box.blueprint.tier)
+        finally:
+            self.disk.destroy(sealed)
+        box.trace.add("snapshot", snapshot=taken.id)
+        return {"id": taken.id, "size": taken.size, "created": taken.created, "parent": taken.parent, "memory": False}
+
+    async def _seal(self, box: Box) -> Path:
+        """The changes of a box as they are at one moment."""
+        if box.state == "ended":
+            raise Conflict(f"box {box.id!r} has ended")
+        with self._still(box):
+            return self.disk.seal(box.spec.root.upper)
+
+    @contextlib.contextmanager
+    def _still(self, box: Box) -> Any:
+        """While inside, nothing of the box runs, so that its files hold one moment."""
+        moving = box.state == "running"
+        if moving:
+            box.spec.cgroup.freeze()
+        try:
+            yield
+        finally:
+            if moving:
+                box.spec.cgroup.thaw()
+
+    async def fork(self, box: Box, count: int, owner: str | None, names: Sequence[str | None] = ()) -> list[Box]:
+        """`count` boxes that begin where this one is; it goes on unharmed."""
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
+            raise Invalid(f"fork count {count!r} is not between 1 and 1000")
+        driver = box.driver
+        async with box.lock:
+            if driver.capabilities.fork_memory and box.guest is not None and box.state == "running":
+                return await self._fork_memory(box, count, owner)
+            frozen = self.disk.tmp / f"fork-{secrets.token_hex(8)}"
+            with self._still(box):
+                self.disk.snapshot(box.spec.root.upper, frozen)
+        try:
+            shutil.rmtree(frozen / "w", ignore_errors=True)
+            (frozen / "w").mkdir(mode=0o700)
+            forks = await asyncio.gather(
+                *(
+                    self._start(box.blueprint, driver, box.spec.root.layers, owner=owner, upper_from=frozen)
+                    for _ in range(count)
+                ),
+                return_exceptions=True,
+            )
+        finally:
+            self.disk.destroy(frozen)
+        return await self._forked(box, forks)
+
+    async def _fork_memory(self, box: Box, count: int, owner: str | None) -> list[Box]:
+        children = [self._prepare(box.blueprint, box.driver, box.spec.root.layers, None, owner) for _ in range(count)]
+        try:
+            for child in children:
+                await self._connect(child)
+            assert box.guest is not None
+            for child, guest in zip(
+                children, await box.driver.fork(box.guest, [child.spec for child in children]), strict=True
+            ):
+                child.guest = guest
+                self._live(child)
+        except BaseException:
+            for child in children:
+                if child.guest is not None:
+                    await child.guest.kill()
+                elif child.state != "ended":
+                    child.state = "ended"
+                    self._release(child)
+            raise
+        return await self._forked(box, children)
+
+    async def _forked(self, box: Box, forks: Sequence[Box | BaseException]) -> list[Box]:
+        children = [fork for fork in forks if isinstance(fork, Box)]
+        if failed := [fork for fork in forks if isinstance(fork, BaseException)]:
+            for child in children:
+                await self.kill(child)
+            raise failed[0]
+        for child in children:
+            child.parent, child.secrets = box.id, box.secrets
+            if child.network and self.gateway:
+                await self.gateway.open(child.id, child.network, box.blueprint.egress, box.secrets, None, None)
+            child.trace.add("create", tier=child.blueprint.tier, parent=box.id)
+        box.trace.add("fork", children=[child.id for child in children])
+        return children
+
+    # ---- boxes that wait ----
+
+    def _take_warm(self, blueprint: Blueprint, layers: tuple[str, ...]) -> Box | None:
+        waiting = self._warm.get((blueprint.tier, *layers))
+        while waiting:
+            box = waiting.pop()
+            if box.state != "running":
+                continue
+            box.spec.cgroup.limit(blueprint.memory, blueprint.pids, blueprint.cpu)
+            if blueprint.disk != box.blueprint.disk:
+                self.disk.limit(box.spec.root.upper, blueprint.disk)
+            box.blueprint = box.spec.blueprint = blueprint
+            box.created = time.time()
+            box.touch()
+            return box
+        return None
+
+    def _warm_up(self, blueprint: Blueprint, layers: tuple[str, ...]) -> None:
+        key = (blueprint.tier, *layers)
+        for other in [other for other in self._warm if other != key]:  # one shape at a time
+            for box in self._warm.pop(other):
+                self.spawn_task(self.kill(box))
+        if not self._warming and len(self._warm.setdefault(key, [])) < WARM:
+            self._warming = True
+            self.loop.call_later(0.002, lambda: self.spawn_task(self._fill(key, blueprint, layers)))
+
+    async def _fill(self, key: tuple[str, ...], blueprint: Blueprint, layers: tuple[str, ...]) -> None:
+        try:
+            plain = Blueprint(
+                tier=blueprint.tier,
+                base=blueprint.base,
+                memory=blueprint.memory,
+                pids=blueprint.pids,
+                cpu=blueprint.cpu,
+                disk=blueprint.disk,
+            )
+            while key in self._warm and len(self._warm[key]) < WARM and not self.stopping.is_set():
+                box = await self._start(plain, await self.driver(blueprint.tier), layers)
+                self._warm.setdefault(key, []).append(box)
+            self.cgroups.refill()
+            if self.gateway:
+                self.gateway.refill()
+        except LayerError as error:
+            print(f"no warm box: {error}", file=sys.stderr)
+        finally:
+            self._warming = False
+
+    # ---- egress ----
+
+    def _on_request(self, event: Event) -> None:
+        box = self.boxes.get(event.get("box", ""))
+        if box is None:
+            return
+        box.touch()
+        verdict = event.get("verdict")
+        if verdict in ("allow", "deny"):
+            box.requests[verdict] += 1
+        box.requests["up"] += event.get("up") or 0
+        box.requests["down"] += event.get("down") or 0
+        fields = {key: value for key, value in event.items() if key not in ("event", "box", "at")}
+        box.trace.add("network", **fields)
+        for used in event.get("secrets") or ():
+            box.trace.add("secret", name=used, host=event.get("host"))
+
+    async def set_egress(self, box: Box, rules: Sequence[Any]) -> None:
+        """Other rules from now on; connections that they do not allow are closed."""
+        if not self.gateway or not box.network:
+            raise Invalid(f"tier {box.blueprint.tier!r} has no gateway")
+        changed = box.blueprint.changed(egress=tuple(rules))
+        await self.gateway.change(box.id, rules)
+        box.blueprint = box.spec.blueprint = changed
+        box.trace.add("egress", rules=list(rules))
+        box.save(self.records)
+
+    # ---- start and end of the host itself ----
+
+    async def _adopt(self) -> None:
+        """Take back named boxes of an earlier host; remove everything of ours that belongs to none."""
+        known: dict[str, dict[str, Any]] = {}
+        for path in self.records.glob("*.json"):
+            try:
+                record = json.loads(path.read_text())
+                known[record["id"]] = record
+            except (ValueError, KeyError):
+                path.unlink()
+        residents = (
+            {name: (pid, base, fds) for name, pid, base, fds in await self.spawner.residents()} if self.spawner else {}
+        )
+        for id, record in known.items():
+            try:
+                await self._adopt_one(id, record, residents.pop(id, None))
+            except (LayerError, OSError) as error:
+                print(f"box {id} could not be adopted: {error}", file=sys.stderr)
+        if self.spawner:
+            for name, (pid, _, fds) in residents.items():
+                for fd in fds:
+                    os.close(fd)
+                if pid:
+                    gone = self.loop.create_future()
+                    self.spawner.on_exit[name] = gone.set_result
+                    await self.spawner.request(2, [name], [])
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(gone, 2)
+        self._clean(set(self.boxes))
+
+    async def _adopt_one(self, id: str, record: dict[str, Any], resident: tuple[int, int, list[int]] | None) -> None:
+        blueprint = Blueprint.of({key: value for key, value in record["blueprint"].items() if key != "secrets"})
+        upper = self.disk.boxes / id
+        if not upper.exists():
+            return (self.records / f"{id}.json").unlink(missing_ok=True)
+        driver = self._make_driver(blueprint.tier)
+        alive = resident is not None and record["state"] in ("running", "paused") and len(resident[2]) >= 5
+        cgroup = (
+            self.cgroups.adopt(record["cgroup"])
+            if alive
+            else self.cgroups.take(blueprint.memory, blueprint.pids, blueprint.cpu)
+        )
+        spec = Spec(id, blueprint, Root(tuple(record["layers"]), upper), self.run / "boxes" / id, cgroup, keep=True)
+        box = Box(id, blueprint, driver, spec, Trace(self.traces, id), name=record["name"])
+        box.created, box.parent, box.snapshot = record["created"], record["parent"], record["snapshot"]
+        self.boxes[id] = box
+        self.names[record["name"]] = id
+        if alive and resident is not None and isinstance(driver, NamespaceDriver):
+            pid, base, fds = resident
+            box.network = Network(*fds[1:5])
+            spec.netns, spec.held = box.network.netns, box.network.fds
+            box.guest = driver.adopt(spec, pid, base, fds[0])
+            self._live(box)
+            box.state = record["state"]
+            if self.gateway:
+                await self.gateway.open(id, box.network, blueprint.egress, {}, None, None)
+            if box.state == "running":
+                await asyncio.wait_for(box.guest.agent.ping(), 5)
+        else:
+            cgroup.remove()
+            box.state = "suspended"  # its processes went with the host; its files stay
+        box.trace.add("adopt", state=box.state)
+        box.save(self.records)
+
+    def _clean(self, alive: set[str]) -> None:
+        """Remove the remains of boxes that are not `alive`: processes, cgroups, directories."""
+        used = {str(path) for box in self.boxes.values() for path in box.spec.cgroup.directories.values()}
+        for path in self.cgroups.leftovers(used):
+            for _ in range(200):
+                with contextlib.suppress(OSError):
+                    for name, content in (("cgroup.kill", "1"), ("freezer.state", "THAWED")):
+                        if (path / name).exists():
+                            (path / name).write_text(content)
+                    for pid in (path / "cgroup.procs").read_text().split():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(int(pid), signal.SIGKILL)
+                if remove_cgroup(path):
+                    break
+                time.sleep(0.005)
+        for directory in self.disk.boxes.iterdir():
+            if directory.name not in alive:
+                self.disk.destroy(directory)
+        for directory in self.disk.tmp.iterdir():
+            self.disk.destroy(directory)
+        for parent in (self.run / "boxes", self.state / "suspended"):
+            for directory in parent.iterdir() if parent.exists() else ():
+                if directory.name not in alive:
+                    shutil.rmtree(directory, ignore_errors=True)
+
+    def session_ended(self, session: str) -> None:
+        """A client is gone: its ephemeral boxes go too."""
+        for box in list(self.boxes.values()):
+            if box.owner == session and box.name is None:
+                self.spawn_task(self.kill(box))
+
+    async def close(self) -> None:
+        """End: ephemeral boxes are killed, named ones stay with the spawner."""
+        self.stopping.set()
+        for task in self._tasks:
+            task.cancel()
+        going = [box for box in self.boxes.values() if box.name is None or not isinstance(box.guest, NamespaceGuest)]
+        for box in going:
+            with contextlib.suppress(LayerError):
+                if box.name is None:
+                    await self.kill(box)
+                elif box.state in ("running", "paused"):
+                    await self.suspend(box)
+        for box in self.boxes.values():
+            box.trace.flush()
+            box.save(self.records)
+            box.spec.cgroup.close()
+        for driver in self._drivers.values():
+            with contextlib.suppress(LayerError):
+                await driver.close()
+        if self.zygote:
+            self.zygote.close()
+        if self.gateway:
+            self.gateway.close()
+        if self.spawner and "namespace" not in self._drivers:
+            self.spawner.close()
+        self.cgroups.close()
+        staying = any(box.state in ("running", "paused") for box in self.boxes.values())
+        await asyncio.sleep(0)
+        self.disk.close(unmount=not staying)
+
+
+def _lock(run: Path) -> int:
+    """Only one host for a state directory; Conflict when there is another."""
+    run.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(run / "host.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Conflict(f"a host for {run.parent} runs already") from None
+    return fd
+
+
+async def serve(state: Path) -> None:
+    """Run the host until it is told to stop or nobody needs it."""
+    from .server import listen
+
+    lock = _lock(state / "run")
+    host = Host(state)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, host.stopping.set)
+    try:
+        await host.open()
+        server = await listen(host, host.run / "host.sock")
+        (host.run / "host.pid").write_text(str(os.getpid()))
+        await host.stopping.wait()
+        server.close()
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            (host.run / "host.sock").unlink()
+        await host.close()
+        os.close(lock)
+
+
+def main() -> None:
+    """Entry of `layer host` and of a host that a client starts."""
+    try:
+        asyncio.run(serve(state_directory()))
+    except LayerError as error:
+        print(f"layer host: {error.message}" + (f" ({error.hint})" if error.hint else ""), file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

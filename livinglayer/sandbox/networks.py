@@ -1,0 +1,220 @@
+"""The host's side of the egress gateway: networks taken ahead, rules opened and changed, requests heard of; restarted when it dies."""
+
+import asyncio
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import Invalid, Unavailable
+
+MESSAGE = 65536
+Event = dict[str, Any]
+
+
+@dataclass
+class Network:
+    """A network namespace without a device, and what the gateway listens on in it."""
+
+    netns: int
+    tcp: int
+    dns: int
+    channel: int
+
+    @property
+    def fds(self) -> list[int]:
+        return [self.netns, self.tcp, self.dns, self.channel]
+
+    def close(self) -> None:
+        """Drop our fds; the namespace goes with its last process."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+class Gateway:
+    """The gateway process. While it is down nothing leaves any box; it comes back with the same listeners and rules."""
+
+    def __init__(self, state: Path, ahead: int = 4) -> None:
+        self._state, self._ahead = state, ahead
+        self._loop = asyncio.get_running_loop()
+        self._answers: dict[int, asyncio.Future[tuple[dict[str, Any], list[int]]]] = {}
+        self._tag = 0
+        self._spare: list[Network] = []
+        self._fetching = 0
+        self._waiters: list[asyncio.Future[None]] = []
+        self._open: dict[str, tuple[Network, dict[str, Any]]] = {}
+        self._closing = False
+        self.on_event: Callable[[Event], None] = lambda event: None
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        ours.setblocking(False)
+        environment = {name: os.environ[name] for name in ("PATH", "LANG", "LAYER_STATE") if name in os.environ}
+        log = open(self._state / "run" / "gateway.log", "ab")
+        with log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "livinglayer.sandbox.egress", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment | {"LAYER_STATE": str(self._state)},
+                start_new_session=True,
+            )
+        theirs.close()
+        self._socket = ours
+        self._loop.add_reader(ours.fileno(), self._readable)
+
+    @property
+    def pid(self) -> int:
+        """Of the gateway process."""
+        return self._process.pid
+
+    def _readable(self) -> None:
+        for _ in range(64):
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(
+                    MESSAGE, socket.CMSG_SPACE(4 * 16), socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            except OSError:
+                data, ancillary = b"", []
+            fds = [fd for _, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])]
+            if not data:
+                return self._died()
+            message = json.loads(data)
+            if "event" in message:
+                self.on_event(message)
+            elif answer := self._answers.pop(message.get("tag", 0), None):
+                if answer.done():
+                    for fd in fds:
+                        os.close(fd)
+                elif message.get("ok"):
+                    answer.set_result((message, fds))
+                else:
+                    answer.set_exception(Invalid(str(message.get("error", "the gateway refused")), message.get("hint")))
+
+    def _died(self) -> None:
+        """Start it again with the listeners that we still hold; connections it had are gone, none went anywhere meanwhile."""
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(Unavailable("the egress gateway has died", hint="it starts again; try again"))
+        self._answers.clear()
+        self._fetching = 0
+        if self._closing:
+            return
+        self._start()
+        for network, message in self._open.values():
+            self._request(message, [network.tcp, network.dns]).add_done_callback(_ignore)
+
+    def _request(
+        self, message: dict[str, Any], fds: Sequence[int] = ()
+    ) -> "asyncio.Future[tuple[dict[str, Any], list[int]]]":
+        self._tag += 1
+        answer: asyncio.Future[tuple[dict[str, Any], list[int]]] = self._loop.create_future()
+        self._answers[self._tag] = answer
+        data = json.dumps(message | {"tag": self._tag}).encode()
+        if len(data) > MESSAGE:
+            raise Invalid(f"the rules of a box take {len(data)} bytes, more than {MESSAGE}")
+        try:
+            socket.send_fds(self._socket, [data], list(fds))
+        except OSError as error:
+            self._answers.pop(self._tag)
+            raise Unavailable(f"the egress gateway can't be reached: {error}") from None
+        return answer
+
+    # ---- networks ----
+
+    def refill(self) -> None:
+        """Ask for networks until enough are at hand."""
+        while len(self._spare) + self._fetching < self._ahead + len(self._waiters):
+            self._fetching += 1
+            self._request({"do": "network"}).add_done_callback(self._fetched)
+
+    def _fetched(self, answer: "asyncio.Future[tuple[dict[str, Any], list[int]]]") -> None:
+        self._fetching = max(0, self._fetching - 1)
+        if answer.cancelled() or answer.exception():
+            if self._waiters and not self._waiters[0].done():
+                self._waiters.pop(0).set_exception(answer.exception() or Unavailable("no network"))
+            return
+        self._spare.append(Network(*answer.result()[1]))
+        if self._waiters:
+            waiter = self._waiters.pop(0)
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def take(self) -> Network:
+        """A network for a box."""
+        while not self._spare:
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.append(waiter)
+            self.refill()
+            await waiter
+        return self._spare.pop()
+
+    def open(
+        self,
+        box: str,
+        network: Network,
+        rules: Sequence[Any],
+        secrets: Mapping[str, str],
+        record: str | None,
+        replay: str | None,
+    ) -> "asyncio.Future[tuple[dict[str, Any], list[int]]]":
+        """Let the gateway serve a box by these rules."""
+        message = {
+            "do": "open",
+            "box": box,
+            "rules": list(rules),
+            "secrets": dict(secrets),
+            "record": record,
+            "replay": replay,
+        }
+        self._open[box] = (network, message)
+        return self._request(message, [network.tcp, network.dns])
+
+    async def change(self, box: str, rules: Sequence[Any]) -> None:
+        """Other rules from now on."""
+        await self._request({"do": "rules", "box": box, "rules": list(rules)})
+        self._open[box][1]["rules"] = list(rules)
+
+    def forget(self, box: str) -> None:
+        """The box has ended."""
+        if self._open.pop(box, None):
+            try:
+                self._request({"do": "close", "box": box}).add_done_callback(_ignore)
+            except Unavailable:
+                pass
+
+    def close(self) -> None:
+        """End the gateway."""
+        self._closing = True
+        for network in self._spare:
+            network.close()
+        self._spare.clear()
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        try:
+            self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _ignore(answer: "asyncio.Future[Any]") -> None:
+    if not answer.cancelled():
+        answer.exception()

@@ -1,0 +1,782 @@
+"""The host's socket: one connection does one thing at a time; commands, files and ports stream both ways over it."""
+
+import asyncio
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import Conflict, Invalid, LayerError, TimedOut, Unavailable
+from .agent import Writing, failure
+from .blueprint import check_port, check_variable
+from .box import Box, environment
+from .commands import Command, encode_exec, exec_flags
+from .host import Host
+from .trace import read as read_trace
+from .wire import CALL, DONE, ERROR, EXIT, HEAD, PROGRESS, RESULT, STARTED, STDERR, STDOUT, Frames, Kind, text
+
+HIGH = 1 << 20  # bytes that may wait for a slow client before its command is held
+
+
+class Stream:
+    """Where the input of a connection goes while it streams, and what to do when its client keeps up again or leaves."""
+
+    def input(self, data: bytes | None) -> None:
+        """Bytes of the client's, None at their end."""
+
+    def control(self, kind: int, payload: bytes) -> None:
+        """SIGNAL, RESIZE, CANCEL."""
+
+    def hold(self, on: bool) -> None:
+        """The client can't keep up, or can again."""
+
+    def gone(self) -> None:
+        """The client has left."""
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._frames = Frames()
+        self._stream: Stream | None = None
+        self._early: list[tuple[int, bytes]] = []  # what came before its request was under way
+        self.session: str | None = None
+        self.leases = False
+        self.gone = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def stream(self) -> Stream | None:
+        """Where input goes now."""
+        return self._stream
+
+    @stream.setter
+    def stream(self, stream: Stream | None) -> None:
+        self._stream = stream
+        early, self._early = self._early, []
+        for kind, payload in early if stream else ():
+            self._pass_on(kind, payload)
+
+    def _pass_on(self, kind: int, payload: bytes) -> None:
+        if self._stream is None:
+            if self._task and not self._task.done() and len(self._early) < 4096:
+                self._early.append((kind, payload))
+        elif kind == Kind.INPUT or kind == Kind.INPUT_END:
+            self._stream.input(payload if kind == Kind.INPUT else None)
+        else:
+            self._stream.control(kind, payload)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.set_write_buffer_limits(high=HIGH)
+        peer: socket.socket = transport.get_extra_info("socket")
+        _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (os.geteuid(), 0):
+            transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.gone = True
+        if self.stream:
+            self.stream.gone()
+        if self._task:
+            self._task.cancel()
+        if self.leases and self.session:
+            self.host.session_ended(self.session)
+
+    def pause_writing(self) -> None:
+        if self.stream:
+            self.stream.hold(True)
+
+    def resume_writing(self) -> None:
+        if self.stream:
+            self.stream.hold(False)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for _, kind, payload in self._frames.feed(data):
+                if kind == CALL:
+                    self._call(payload)
+                else:
+                    self._pass_on(kind, payload)
+        except ValueError:
+            self.transport.abort()
+
+    # ---- answers ----
+
+    def send(self, kind: int, payload: bytes = b"") -> None:
+        """One frame to the client."""
+        if not self.gone:
+            self.transport.write(HEAD.pack(len(payload), 0, kind) + payload)
+
+    def result(self, value: Any) -> None:
+        """The end of a request that went well; long answers come in parts."""
+        self.stream = None
+        data = json.dumps(value, default=str).encode()
+        while len(data) > 65536:
+            self.send(PROGRESS, b"+" + data[:65535])
+            data = data[65535:]
+        self.send(RESULT, data)
+
+    def error(self, error: LayerError, **more: Any) -> None:
+        """The end of a request that did not."""
+        self.stream = None
+        body = {"code": error.code, "message": error.message, "hint": error.hint} | more
+        self.send(ERROR, json.dumps(body, default=str).encode()[:65536])
+
+    def say(self, line: str) -> None:
+        """Progress of long work; callable from threads."""
+        self.host.loop.call_soon_threadsafe(self.send, PROGRESS, b"-" + line.encode()[:60000])
+
+    # ---- requests ----
+
+    def _call(self, payload: bytes) -> None:
+        try:
+            request = json.loads(payload)
+            verb = request.pop("do")
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return self.error(Invalid("the request is not a JSON object with 'do'"))
+        if self.stream or (self._task and not self._task.done()):
+            return self.error(Conflict("this connection is busy with another request"))
+        self.host.used = time.monotonic()
+        try:
+            if verb == "exec":  # the hot path: no task, no future
+                box = self.host.find(request["box"])
+                if not box.asleep and box.state == "running":
+                    return start_command(self, box, request)
+            handler = VERBS.get(verb)
+            if handler is None:
+                raise Invalid(f"there is no request {verb!r}")
+            self._task = self.host.loop.create_task(self._run(handler, request))
+        except LayerError as error:
+            self.error(error)
+        except (KeyError, TypeError, AttributeError) as error:
+            self.error(Invalid(f"the request {verb!r} is not well formed: {error!r}"))
+
+    async def _run(self, handler: "Handler", request: dict[str, Any]) -> None:
+        try:
+            value = await handler(self, request)
+            if value is not STREAMS:
+                self.result(value)
+        except LayerError as error:
+            self.error(error)
+        except asyncio.CancelledError:
+            pass
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            import traceback
+
+            traceback.print_exc()
+            self.error(Invalid(f"the request is not well formed: {error!r}"))
+        except OSError as error:
+            import traceback
+
+            traceback.print_exc()
+            self.error(Unavailable(f"the host could not do that: {error}"))
+        finally:
+            self._task = None
+
+    async def box(self, request: dict[str, Any]) -> Box:
+        """The box a request names, awake."""
+        return await self.host.awake(self.host.find(request["box"]))
+
+
+Handler = Callable[[Connection, dict[str, Any]], Awaitable[Any]]
+STREAMS = object()  # a handler that answers later, by its stream
+VERBS: dict[str, Handler] = {}
+
+
+def verb(name: str) -> Callable[[Handler], Handler]:
+    """Enter a handler into the table."""
+
+    def add(handler: Handler) -> Handler:
+        VERBS[name] = handler
+        return handler
+
+    return add
+
+
+# ---- commands ----
+
+
+class CommandStream(Stream):
+    """A client that runs or follows a command."""
+
+    def __init__(self, connection: Connection, command: Command, owns: bool) -> None:
+        self._connection, self._command, self._owns = connection, command, owns
+        command.on_room = connection.transport.resume_reading
+
+    def input(self, data: bytes | None) -> None:
+        if not self._command.write(data):
+            self._connection.transport.pause_reading()
+
+    def control(self, kind: int, payload: bytes) -> None:
+        if kind == Kind.SIGNAL and len(payload) >= 8:
+            number, tree = struct.unpack_from("<iI", payload)
+            self._command.signal(number, bool(tree))
+        elif kind == Kind.RESIZE and len(payload) >= 8:
+            self._command.resize(*struct.unpack_from("<II", payload))
+        elif kind == Kind.CANCEL:  # stop following; the command goes on
+            self._command.leave(self.sink)
+            self._connection.result(None)
+
+    def hold(self, on: bool) -> None:
+        self._command.hold(on)
+
+    def sink(self, kind: int, data: bytes) -> None:
+        """What the command prints, then how it ended."""
+        connection = self._connection
+        if kind == STDOUT or kind == STDERR:
+            for at in range(0, len(data), 65536):
+                connection.send(kind, data[at : at + 65536])
+        elif kind == EXIT:
+            connection.transport.resume_reading()
+            finish(connection, self._command)
+        else:
+            connection.transport.resume_reading()
+            assert self._command.error is not None
+            connection.error(self._command.error)
+
+    def gone(self) -> None:
+        self._command.leave(self.sink)
+        self._command.hold(False)
+        if self._owns and not self._command.over:
+            try:
+                self._command.signal(9, tree=True)
+            except LayerError:
+                pass
+
+
+def finish(connection: Connection, command: Command) -> None:
+    """How a command ended, as its caller hears it."""
+    if command.timed_out:
+        connection.error(
+            TimedOut(f"command {command.argv[0]!r} was killed: its time was up", hint="give it a larger timeout"),
+            seconds=command.duration,
+        )
+    else:
+        connection.result(
+            {
+                "exit_code": command.status,
+                "duration": command.duration,
+                "usage": command.usage,
+                "truncated": command.truncated,
+            }
+        )
+
+
+def start_command(connection: Connection, box: Box, request: dict[str, Any]) -> None:
+    """Run a command in a box: followed to its end, or left running in the background."""
+    argv = request["argv"]
+    if isinstance(argv, str):
+        argv = ["/bin/sh", "-c", argv]
+    if not isinstance(argv, list) or not argv or not all(isinstance(part, str) and "\0" not in part for part in argv):
+        raise Invalid("a command is a text for the shell, or a list of texts without NUL")
+    given = request.get("env") or {}
+    for key, value in given.items():
+        check_variable(key, value)
+    cwd, user, timeout = request.get("cwd") or "", request.get("user") or box.blueprint.user, request.get("timeout")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
+        raise Invalid(f"timeout {timeout!r} is not a number of seconds")
+    pty, background = request.get("pty"), bool(request.get("background"))
+    variables = environment(box, given, [("TERM", "xterm-256color")] if pty and "TERM" not in given else [])
+    payload = encode_exec(
+        argv, user, cwd, variables, exec_flags(bool(pty), bool(request.get("stdin"))), *(pty or (24, 80))
+    )
+    box.touch()
+    command = Command(box, argv, None, background=background, timeout=timeout)
+    if background:
+        _answer_when_started(connection, command)
+    else:
+        follow(connection, command, owns=True)
+    command.start(payload)
+
+
+def follow(connection: Connection, command: Command, owns: bool) -> None:
+    """The connection hears the command until it ends."""
+    stream = CommandStream(connection, command, owns)
+    connection.stream = stream
+    command.listen(stream.sink)
+
+
+def _answer_when_started(connection: Connection, command: Command) -> None:
+    plain = command.on_frame
+
+    def on_frame(kind: int, payload: bytes) -> None:
+        plain(kind, payload)
+        if kind == STARTED:
+            command.on_frame = plain  # type: ignore[method-assign]
+            connection.result({"id": command.number, "pid": command.pid})
+        elif kind == DONE and command.error:
+            connection.error(command.error)
+
+    command.on_frame = on_frame  # type: ignore[method-assign]
+
+
+@verb("exec")
+async def exec_(connection: Connection, request: dict[str, Any]) -> Any:
+    start_command(connection, await connection.box(request), request)
+    return STREAMS
+
+
+@verb("python")
+async def python(connection: Connection, request: dict[str, Any]) -> Any:
+    """Python without an interpreter's start where the tier and base have a zygote, else an ordinary command."""
+    box = await connection.box(request)
+    host = connection.host
+    user = request.get("user") or box.blueprint.user
+    if (
+        host.zygote
+        and box.driver.capabilities.zygote
+        and "host" in box.spec.root.layers
+        and user in ("user", "root")
+        and not request.get("fresh")
+    ):
+        command = host.zygote.run(
+            box,
+            request["code"],
+            request.get("args") or [],
+            environment(box, request.get("env") or {}),
+            request.get("cwd") or "",
+            user,
+            request.get("timeout"),
+        )
+        follow(connection, command, owns=True)
+        return STREAMS
+    start_command(connection, box, request | {"argv": ["python3", "-c", request["code"], *(request.get("args") or [])]})
+    return STREAMS
+
+
+@verb("follow")
+async def follow_(connection: Connection, request: dict[str, Any]) -> Any:
+    box = await connection.box(request)
+    follow(connection, box.command(request["id"]), owns=False)
+    return STREAMS
+
+
+@verb("signal")
+async def signal_(connection: Connection, request: dict[str, Any]) -> None:
+    (await connection.box(request)).command(request["id"]).signal(int(request["signal"]), bool(request.get("tree")))
+
+
+@verb("processes")
+async def processes(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    return [command.describe() for command in (await connection.box(request)).commands.values()]
+
+
+# ---- files ----
+
+
+class FileInput(Stream):
+    """A file on its way into a box."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def input(self, data: bytes | None) -> None:
+        self.pieces.put_nowait(data)
+        if self.pieces.qsize() > 32:
+            self._connection.transport.pause_reading()
+
+    async def next(self) -> bytes | None:
+        """The next piece."""
+        data = await self.pieces.get()
+        if self.pieces.qsize() < 8:
+            self._connection.transport.resume_reading()
+        return data
+
+
+class Reading(Stream):
+    """A file on its way to the client: the agent's window is given back as the client takes it."""
+
+    def __init__(self, connection: Connection, box: Box, path: str, user: str) -> None:
+        self._connection, self._agent = connection, box.agent
+        self._held, self._owed, self.size = False, 0, 0
+        self._number = self._agent.open(self._on_frame)
+        self._box, self._path = box, path
+        connection.stream = self
+        self._agent.send(Kind.READ, text(user) + text(path), self._number)
+
+    def _on_frame(self, kind: int, payload: bytes) -> None:
+        if kind == STDOUT:
+            self._connection.send(STDOUT, payload)
+            self.size += len(payload)
+            self._owed += len(payload)
+            self.hold(self._held)
+        elif kind == DONE:
+            self._agent.drop(self._number)
+            if error := failure(payload):
+                self._connection.error(error)
+            else:
+                self._box.trace.add("file", act="read", path=self._path, bytes=self.size)
+                self._connection.result(self.size)
+
+    def hold(self, on: bool) -> None:
+        self._held = on
+        if not on and self._owed:
+            self._agent.send(Kind.WINDOW, self._owed.to_bytes(4, "little"), self._number)
+            self._owed = 0
+
+    def gone(self) -> None:
+        self._agent.drop(self._number)
+        if not self._agent.closed:
+            self._agent.send(Kind.CANCEL, b"", self._number)
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value or len(value) > 4000:
+        raise Invalid(f"path {value!r} is not an absolute path", hint="paths are the box's own, such as /home/user/a")
+    return value
+
+
+def _user(box: Box, request: dict[str, Any]) -> str:
+    return str(request.get("user") or box.blueprint.user)
+
+
+@verb("files.read")
+async def files_read(connection: Connection, request: dict[str, Any]) -> Any:
+    box = await connection.box(request)
+    Reading(connection, box, _path(request["path"]), _user(box, request))
+    return STREAMS
+
+
+@verb("files.write")
+async def files_write(connection: Connection, request: dict[str, Any]) -> int:
+    stream = connection.stream = FileInput(connection)
+    box = await connection.box(request)
+    path = _path(request["path"])
+    writing = Writing(
+        box.agent, path, int(request.get("mode") or 0o644), _user(box, request), bool(request.get("append"))
+    )
+    size = 0
+    while (data := await stream.next()) is not None:
+        size += len(data)
+        await writing.send(data)
+    await writing.end()
+    box.trace.add("file", act="write", path=path, bytes=size)
+    return size
+
+
+@verb("files.list")
+async def files_list(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    box = await connection.box(request)
+    depth = request.get("depth") or 1
+    if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= 100:
+        raise Invalid(f"depth {depth!r} is not between 1 and 100")
+    return [asdict(entry) for entry in await box.agent.list(_path(request["path"]), _user(box, request), depth)]
+
+
+@verb("files.stat")
+async def files_stat(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    box = await connection.box(request)
+    return asdict(await box.agent.stat(_path(request["path"]), _user(box, request)))
+
+
+@verb("files.move")
+async def files_move(connection: Connection, request: dict[str, Any]) -> None:
+    box = await connection.box(request)
+    await box.agent.move(_path(request["path"]), _path(request["to"]), _user(box, request))
+    box.trace.add("file", act="move", path=request["path"], to=request["to"])
+
+
+@verb("files.remove")
+async def files_remove(connection: Connection, request: dict[str, Any]) -> None:
+    box = await connection.box(request)
+    await box.agent.remove(_path(request["path"]), _user(box, request))
+    box.trace.add("file", act="remove", path=request["path"])
+
+
+@verb("files.mkdir")
+async def files_mkdir(connection: Connection, request: dict[str, Any]) -> None:
+    box = await connection.box(request)
+    await box.agent.mkdir(_path(request["path"]), int(request.get("mode") or 0o755), _user(box, request))
+
+
+@verb("files.link")
+async def files_link(connection: Connection, request: dict[str, Any]) -> None:
+    box = await connection.box(request)
+    await box.agent.link(str(request["target"]), _path(request["path"]), _user(box, request))
+
+
+@verb("files.chmod")
+async def files_chmod(connection: Connection, request: dict[str, Any]) -> None:
+    box = await connection.box(request)
+    await box.agent.chmod(_path(request["path"]), int(request["mode"]), _user(box, request))
+
+
+class Conversation(Stream):
+    """A watch or a connection to a port: frames both ways until either side ends it."""
+
+    def __init__(self, connection: Connection, box: Box, kind: int, payload: bytes) -> None:
+        self._connection, self._agent = connection, box.agent
+        self._held, self._owed = False, 0
+        self._number = self._agent.open(self._on_frame)
+        connection.stream = self
+        self._agent.send(kind, payload, self._number)
+
+    def _on_frame(self, kind: int, payload: bytes) -> None:
+        if kind == STDOUT:
+            self._connection.send(STDOUT, payload)
+            self._owed += len(payload)
+            self.hold(self._held)
+        elif kind in (STARTED, Kind.EVENT):
+            self._connection.send(kind, payload)
+        elif kind == DONE:
+            self._agent.drop(self._number)
+            error = failure(payload)
+            self._connection.error(error) if error else self._connection.result(None)
+
+    def input(self, data: bytes | None) -> None:
+        self._agent.send(Kind.INPUT_END if data is None else Kind.INPUT, data or b"", self._number)
+
+    def control(self, kind: int, payload: bytes) -> None:
+        if kind == Kind.CANCEL:
+            self.gone()
+            self._connection.result(None)
+
+    def hold(self, on: bool) -> None:
+        self._held = on
+        if not on and self._owed:
+            self._agent.send(Kind.WINDOW, self._owed.to_bytes(4, "little"), self._number)
+            self._owed = 0
+
+    def gone(self) -> None:
+        self._agent.drop(self._number)
+        if not self._agent.closed:
+            self._agent.send(Kind.CANCEL, b"", self._number)
+
+
+@verb("files.watch")
+async def files_watch(connection: Connection, request: dict[str, Any]) -> Any:
+    box = await connection.box(request)
+    recursive = int(bool(request.get("recursive")))
+    Conversation(
+        connection,
+        box,
+        Kind.WATCH,
+        recursive.to_bytes(4, "little") + text(_user(box, request)) + text(_path(request["path"])),
+    )
+    return STREAMS
+
+
+# ---- ports ----
+
+
+@verb("connect")
+async def connect(connection: Connection, request: dict[str, Any]) -> Any:
+    box = await connection.box(request)
+    Conversation(connection, box, Kind.CONNECT, check_port(request["port"]).to_bytes(4, "little"))
+    return STREAMS
+
+
+@verb("expose")
+async def expose(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """A port of the box at an address of the host's loopback."""
+    box = await connection.box(request)
+    port = check_port(request["port"])
+    if port not in box.listeners:
+        box.listeners[port] = await asyncio.start_server(
+            lambda reader, writer: relay(connection.host, box, port, reader, writer), "127.0.0.1", 0
+        )
+        box.trace.add("expose", port=port)
+    return {"host": "127.0.0.1", "port": box.listeners[port].sockets[0].getsockname()[1]}
+
+
+async def relay(host: Host, box: Box, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Carry one connection from the host's loopback to a port of a box, waking the box if it sleeps."""
+    try:
+        agent = (await host.awake(box)).agent
+    except LayerError:
+        return writer.close()
+    over: asyncio.Future[None] = host.loop.create_future()
+    credit, room = 1 << 20, asyncio.Event()
+
+    def on_frame(kind: int, payload: bytes) -> None:
+        nonlocal credit
+        if kind == STDOUT:
+            box.touch()
+            writer.write(payload)
+            host.spawn_task(give_back(len(payload)))
+        elif kind == Kind.CREDIT:
+            credit += int.from_bytes(payload[:4], "little")
+            room.set()
+        elif kind == DONE and not over.done():
+            over.set_result(None)
+            room.set()
+
+    async def give_back(size: int) -> None:
+        try:
+            await writer.drain()
+            agent.send(Kind.WINDOW, size.to_bytes(4, "little"), number)
+        except (OSError, LayerError):
+            pass
+
+    async def inward() -> None:
+        nonlocal credit
+        while data := await reader.read(32768):
+            while credit < len(data) and not over.done():
+                room.clear()
+                await room.wait()
+            credit -= len(data)
+            agent.send(Kind.INPUT, data, number)
+        agent.send(Kind.INPUT_END, b"", number)
+
+    number = agent.open(on_frame)
+    work = asyncio.ensure_future(inward())
+    try:
+        agent.send(Kind.CONNECT, port.to_bytes(4, "little"), number)
+        await over
+    except (OSError, LayerError):
+        pass
+    finally:
+        work.cancel()
+        agent.drop(number)
+        writer.close()
+
+
+# ---- boxes ----
+
+
+@verb("hello")
+async def hello(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    connection.session, connection.leases = str(request["session"]), bool(request.get("lease"))
+    return {"pid": os.getpid(), "started": connection.host.started}
+
+
+@verb("create")
+async def create(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    host = connection.host
+    box = await host.create(
+        request.get("blueprint") or {},
+        owner=request.get("session"),
+        name=request.get("name"),
+        snapshot=request.get("snapshot"),
+        secret_values=request.get("secrets"),
+        warm=request.get("warm", True),
+        record=request.get("record"),
+        replay=request.get("replay"),
+        say=connection.say,
+    )
+    if connection.gone and box.name is None:
+        await host.kill(box)
+    return box.describe()
+
+
+@verb("get")
+async def get(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    return connection.host.find(request["box"]).describe()
+
+
+@verb("list")
+async def list_(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    waiting = {id(box) for boxes in connection.host._warm.values() for box in boxes}
+    return [
+        box.describe() for box in connection.host.boxes.values() if box.state != "starting" and id(box) not in waiting
+    ]
+
+
+@verb("kill")
+async def kill(connection: Connection, request: dict[str, Any]) -> None:
+    await connection.host.kill(connection.host.find(request["box"]))
+
+
+@verb("pause")
+async def pause(connection: Connection, request: dict[str, Any]) -> None:
+    await connection.host.pause(connection.host.find(request["box"]))
+
+
+@verb("resume")
+async def resume(connection: Connection, request: dict[str, Any]) -> None:
+    await connection.host.resume(connection.host.find(request["box"]))
+
+
+@verb("suspend")
+async def suspend(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    return await connection.host.suspend(connection.host.find(request["box"]))
+
+
+@verb("snapshot")
+async def snapshot(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    return await connection.host.snapshot(connection.host.find(request["box"]))
+
+
+@verb("fork")
+async def fork(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    host = connection.host
+    box = host.find(request["box"])
+    if box.asleep:
+        await host.awake(box)
+    return [child.describe() for child in await host.fork(box, request.get("count", 1), request.get("session"))]
+
+
+@verb("metrics")
+async def metrics(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    box = connection.host.find(request["box"])
+    return box.metrics() | {"disk": connection.host.disk.used(box.spec.root.upper)}
+
+
+@verb("trace")
+async def trace(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    host = connection.host
+    try:
+        return host.find(request["box"]).trace.events()
+    except LayerError:
+        path = host.traces / f"{Path(str(request['box'])).name}.jsonl"
+        if not path.exists():
+            raise
+        return list(read_trace(path))
+
+
+@verb("changes")
+async def changes(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The files a box has changed, as its overlay holds them."""
+    host = connection.host
+    box = host.find(request["box"])
+    return await asyncio.to_thread(host.snapshots.changes, box.spec.root.upper / "u")
+
+
+@verb("egress")
+async def egress(connection: Connection, request: dict[str, Any]) -> None:
+    await connection.host.set_egress(connection.host.find(request["box"]), request["rules"])
+
+
+@verb("snapshots")
+async def snapshots(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    return [asdict(found) for found in await asyncio.to_thread(connection.host.snapshots.list)]
+
+
+@verb("snapshot.diff")
+async def snapshot_diff(connection: Connection, request: dict[str, Any]) -> Any:
+    return await asyncio.to_thread(connection.host.snapshots.diff, request["a"], request["b"])
+
+
+@verb("snapshot.remove")
+async def snapshot_remove(connection: Connection, request: dict[str, Any]) -> None:
+    await asyncio.to_thread(connection.host.snapshots.remove, request["snapshot"])
+
+
+@verb("doctor")
+async def doctor(connection: Connection, request: dict[str, Any]) -> Any:
+    from .doctor import examine
+
+    return await examine(connection.host, connection.say)
+
+
+@verb("shutdown")
+async def shutdown(connection: Connection, request: dict[str, Any]) -> None:
+    connection.host.stopping.set()
+
+
+async def listen(host: Host, path: Path) -> asyncio.AbstractServer:
+    """Accept clients at `path`, which only this user may open."""
+    path.unlink(missing_ok=True)
+    server = await host.loop.create_unix_server(lambda: Connection(host), str(path), backlog=1024)
+    os.chmod(path, 0o600)
+    return server

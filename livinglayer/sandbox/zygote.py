@@ -1,0 +1,278 @@
+"""Python in namespace boxes without an interpreter's start: the host's side of the zygote (zygote_process.py)."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ..errors import Conflict, Invalid, LimitExceeded, Unavailable
+from .box import Box
+from .commands import Command
+from .drivers.namespace import NamespaceGuest
+from .native import build
+from .wire import STDERR, STDOUT
+
+PYTHON = "/usr/bin/python3"  # the interpreter that boxes on the host's files see too
+USERS = {"user": (1000, 1000, "/home/user"), "root": (0, 0, "/root")}
+
+
+class Zygote:
+    """One fork server, started at first use and again when it has died."""
+
+    def __init__(self, state: Path) -> None:
+        self._state, self._loop = state, asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._running: dict[int, PythonCommand] = {}
+        self._serial = 0
+
+    def warm(self) -> None:
+        """Start it, so that the first caller need not wait."""
+        if self._socket is not None or not os.path.exists(PYTHON):
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        ours.setblocking(False)
+        programs = build(self._state)
+        self._process = subprocess.Popen(
+            [
+                PYTHON,
+                "-I",
+                "-B",
+                str(Path(__file__).with_name("zygote_process.py")),
+                str(theirs.fileno()),
+                str(programs / "libenter.so"),
+                str(programs / "filter.bpf"),
+            ],
+            pass_fds=[theirs.fileno()],
+            env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"},
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+        theirs.close()
+        self._socket = ours
+        self._loop.add_reader(ours.fileno(), self._readable)
+
+    def _readable(self) -> None:
+        assert self._socket is not None
+        while True:
+            try:
+                data = self._socket.recv(65536)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                return self._died()
+            answer = json.loads(data)
+            command = self._running.get(answer["serial"])
+            if command is None:
+                continue
+            if "pid" in answer:
+                command.pid = answer["pid"]
+            else:
+                del self._running[answer["serial"]]
+                command.exited(
+                    os.waitstatus_to_exitcode(answer["status"]),
+                    {"user": answer["user"], "system": answer["system"], "max_resident": answer["resident"]},
+                )
+
+    def _died(self) -> None:
+        assert self._socket is not None
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        for command in list(self._running.values()):
+            command.fail(Unavailable("the Python zygote has died", hint="it starts again; try again"))
+        self._running.clear()
+
+    def run(
+        self,
+        box: Box,
+        code: str,
+        args: list[str],
+        environment: dict[str, str],
+        cwd: str,
+        user: str,
+        timeout: float | None,
+    ) -> Command:
+        """Run Python code in a namespace box."""
+        self.warm()
+        guest = box.guest
+        if self._socket is None or not isinstance(guest, NamespaceGuest):
+            raise Unavailable(f"there is no {PYTHON} on this host", hint="apt-get install python3")
+        if not isinstance(code, str):
+            raise Invalid("code is not a text")
+        if box.root_fd is None:
+            box.root_fd = os.open(f"/proc/{guest.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        uid, gid, home = USERS[user]
+        variables = {"HOME": home, "USER": user, **environment}
+        self._serial += 1
+        request = {
+            "serial": self._serial,
+            "code": code,
+            "args": args,
+            "env": variables,
+            "cwd": cwd or home,
+            "uid": uid,
+            "gid": gid,
+        }
+        data = json.dumps(request).encode()
+        if len(data) > 900_000:
+            raise LimitExceeded(
+                f"code of {len(data)} bytes is more than the zygote takes",
+                hint="write it into a file of the box and run that",
+            )
+        command = PythonCommand(box, self, self._serial, timeout)
+        try:
+            fds = [guest.pidfd, box.root_fd, *command.theirs, *box.spec.cgroup.task_fds]
+            socket.send_fds(self._socket, [data], fds)
+        except OSError as error:
+            command.abandon()
+            raise Unavailable(f"the Python zygote can't be reached: {error}") from None
+        finally:
+            command.hand_over()
+        self._running[self._serial] = command
+        box.commands[command.number] = command
+        return command
+
+    def kill(self, serial: int, number: int) -> None:
+        """Send a signal to one child."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(json.dumps({"kill": serial, "signal": int(number)}).encode())
+
+    def close(self) -> None:
+        """End it."""
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+
+
+class PythonCommand(Command):
+    """A child of the zygote: its output comes by pipes of its own rather than through the agent."""
+
+    def __init__(self, box: Box, zygote: Zygote, serial: int, timeout: float | None) -> None:
+        super().__init__(box, ["python3", "-c", "…"], None, timeout=timeout)
+        self._zygote, self._serial_number = zygote, serial
+        self.number = -serial
+        stdin_theirs, self._stdin = os.pipe2(os.O_CLOEXEC)
+        self._outputs: dict[int, int] = {}
+        self.theirs = [stdin_theirs]
+        for kind in (STDOUT, STDERR):
+            ours, theirs = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(ours, False)
+            self._outputs[ours] = kind
+            self.theirs.append(theirs)
+        os.set_blocking(self._stdin, False)
+        self._pending = bytearray()
+        self._closing = False
+        self._status: tuple[int, dict[str, Any]] | None = None
+        for fd in self._outputs:
+            box.loop.add_reader(fd, self._readable, fd)
+
+    def hand_over(self) -> None:
+        """The child has its ends now."""
+        for fd in self.theirs:
+            os.close(fd)
+        self.theirs = []
+
+    def abandon(self) -> None:
+        """It never started."""
+        self._close()
+
+    def _readable(self, fd: int) -> None:
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return
+        if data:
+            self.output(self._outputs[fd], data)
+            return
+        self.box.loop.remove_reader(fd)
+        os.close(fd)
+        del self._outputs[fd]
+        self._settle()
+
+    def exited(self, status: int, usage: dict[str, Any]) -> None:
+        """The child has ended; what it printed is still to be read."""
+        self._status = (status, usage)
+        for fd in list(self._outputs):
+            while fd in self._outputs:
+                before = self._seen[self._outputs[fd]]
+                self._readable(fd)
+                if fd in self._outputs and self._seen[self._outputs[fd]] == before:
+                    break  # something in the background holds it open
+        self._settle(True)
+
+    def _settle(self, final: bool = False) -> None:
+        if self._status is not None and (final or not self._outputs) and not self.over:
+            self._close()
+            self.end(*self._status)
+
+    def _close(self) -> None:
+        for fd in self._outputs:
+            self.box.loop.remove_reader(fd)
+            os.close(fd)
+        self._outputs.clear()
+        self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        if self._stdin >= 0:
+            self.box.loop.remove_writer(self._stdin)
+            os.close(self._stdin)
+            self._stdin = -1
+
+    def fail(self, error: Any) -> None:
+        self._close()
+        super().fail(error)
+
+    def signal(self, number: int, tree: bool = False) -> None:
+        if not self.over:
+            self._zygote.kill(self._serial_number, number)
+
+    def hold(self, on: bool) -> None:
+        for fd in self._outputs:
+            self.box.loop.remove_reader(fd) if on else self.box.loop.add_reader(fd, self._readable, fd)
+
+    def resize(self, rows: int, columns: int) -> None:
+        raise Conflict("this command has no terminal")
+
+    def write(self, data: bytes | None) -> bool:
+        if self._stdin < 0:
+            return True
+        if data is None:
+            self._closing = True
+        else:
+            self._pending += data
+        self._feed()
+        return not self._pending
+
+    def _feed(self) -> None:
+        try:
+            while self._pending:
+                sent = os.write(self._stdin, self._pending[:65536])
+                del self._pending[:sent]
+        except BlockingIOError:
+            self.box.loop.add_writer(self._stdin, self._feed)
+            return
+        except OSError:
+            self._pending.clear()
+            self._closing = True
+        self.box.loop.remove_writer(self._stdin)
+        self.on_room()
+        if self._closing:
+            self._close_stdin()

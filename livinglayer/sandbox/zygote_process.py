@@ -1,0 +1,186 @@
+"""The zygote: a Python of the host's that forks itself into boxes, so that their code starts without an interpreter's start.
+
+Run by the system's python3 with nothing of ours but this file: `zygote_process.py FD LIBENTER FILTER`. It holds no secret, reads no
+request but its host's, and a child runs no line of a caller's before it is inside the box.
+"""
+
+import array
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import types
+
+# What code in a box tends to import; loaded once, shared by every child.
+for name in ("json", "re", "math", "random", "datetime", "collections", "itertools", "functools", "pathlib", "subprocess", "hashlib", "base64",
+             "tempfile", "shutil", "urllib.request", "urllib.parse", "typing", "dataclasses", "csv", "io", "time", "traceback", "threading", "string",
+             "decimal", "statistics", "uuid", "textwrap", "contextlib", "asyncio", "sqlite3", "logging"):  # fmt: skip
+    try:
+        __import__(name)
+    except ImportError:
+        pass
+
+CLONE_NEWPID = 0x20000000
+
+
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+
+def child(request, fds, join, program):
+    """Enter the box, then run the code as `python3 -c` would. Never returns."""
+    code = 1
+    try:
+        pidfd, root, stdin, stdout, stderr, *tasks = fds
+        step = ctypes.c_char_p()
+        numbers = (ctypes.c_int * len(tasks))(*tasks)
+        if join(
+            pidfd, root, numbers, len(tasks), request["uid"], request["gid"], ctypes.byref(program), ctypes.byref(step)
+        ):
+            os.write(stderr, b"the box could not be joined: " + (step.value or b"") + b"\n")
+            os._exit(125)
+        for target, fd in enumerate((stdin, stdout, stderr)):
+            os.dup2(fd, target)
+        os.closerange(3, 4096)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        os.umask(0o022)
+        for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+            stream = open(
+                number,
+                mode,
+                encoding="utf-8",
+                errors="surrogateescape" if number == 0 else "backslashreplace" if number == 2 else "strict",
+                closefd=False,
+                buffering=1 if number == 2 else -1,
+            )
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        sys.argv[:] = ["-c", *request["args"]]
+        sys.path.insert(0, "")
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        gc.enable()
+        try:
+            exec(compile(request["code"], "<string>", "exec"), main.__dict__)
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+            if code == 1 and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+        except BaseException:
+            kind, error, trace = sys.exc_info()
+            sys.excepthook(kind, error, trace.tb_next if trace else None)
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        threading = sys.modules["threading"]
+        threading._shutdown()
+        import atexit
+
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                code = code or 120
+    except BaseException as error:
+        try:
+            os.write(2, f"zygote: {error!r}\n".encode())
+        except OSError:
+            pass
+    finally:
+        os._exit(code & 0xFF)
+
+
+def main():
+    """Serve the host until it hangs up."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    library = ctypes.PyDLL(sys.argv[2], use_errno=True)
+    libc = ctypes.PyDLL(None, use_errno=True)
+    with open(sys.argv[3], "rb") as file:
+        instructions = file.read()
+    held = ctypes.create_string_buffer(instructions, len(instructions))
+    program = Program(len(instructions) // 8, ctypes.cast(held, ctypes.c_void_p))
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running = {}
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no zygote without its host
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    waits = select.poll()
+    waits.register(control, select.POLLIN)
+    waits.register(readable, select.POLLIN)
+    while True:
+        for fd, _ in waits.poll():
+            if fd == readable:
+                os.read(readable, 4096)
+                while True:
+                    try:
+                        pid, status, usage = os.wait4(-1, os.WNOHANG)
+                    except ChildProcessError:
+                        break
+                    if not pid:
+                        break
+                    serial = running.pop(pid, None)
+                    if serial is not None:
+                        control.send(
+                            json.dumps(
+                                {
+                                    "serial": serial,
+                                    "status": status,
+                                    "user": usage.ru_utime,
+                                    "system": usage.ru_stime,
+                                    "resident": usage.ru_maxrss * 1024,
+                                }
+                            ).encode()
+                        )
+                continue
+            data, ancillary, _, _ = control.recvmsg(1 << 20, socket.CMSG_SPACE(4 * 32), socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                os._exit(0)
+            fds = array.array("i")
+            for _, _, raw in ancillary:
+                fds.frombytes(raw[: len(raw) // 4 * 4])
+            request = json.loads(data)
+            if "kill" in request:
+                for pid, serial in running.items():
+                    if serial == request["kill"]:
+                        os.kill(pid, request["signal"])
+                continue
+            status = None
+            if libc.setns(fds[0], CLONE_NEWPID):  # children of ours are born in the box's own numbering
+                status = 125 << 8
+            else:
+                try:
+                    pid = os.fork()
+                    if pid == 0:
+                        control.close()
+                        child(request, list(fds), library.box_join, program)
+                    running[pid] = request["serial"]
+                    control.send(json.dumps({"serial": request["serial"], "pid": pid}).encode())
+                except OSError:
+                    status = 125 << 8
+                libc.setns(own, CLONE_NEWPID)
+            for fd in fds:
+                os.close(fd)
+            if status is not None:
+                control.send(
+                    json.dumps(
+                        {"serial": request["serial"], "status": status, "user": 0, "system": 0, "resident": 0}
+                    ).encode()
+                )
+
+
+if __name__ == "__main__":
+    main()
