@@ -1,0 +1,133 @@
+"""The hardened OCI bundle that crun, runc and runsc start a box from.
+
+Beyond a runtime's default: a user namespace of the box's own, an allow-list of system calls, no new privileges, seven
+capabilities instead of fourteen, no /sys, no keys, kernel settings read-only, the network namespace that the gateway made.
+"""
+
+import errno
+import functools
+import resource
+import socket
+import termios
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+# in-box root owns files, changes users, ends processes and serves low ports; nothing else, and only in its own namespace
+CAPABILITIES = tuple(
+    f"CAP_{name}" for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE")
+)
+IDS = 65536
+AGENT = "/dev/agent"  # in /dev because that is memory: a mount point elsewhere would be a file of the box
+
+_NAMESPACES = ("user", "pid", "mount", "ipc", "uts", "cgroup")
+_MASKED = (
+    "acpi asound cmdline config.gz interrupts iomem ioports kallsyms kcore key-users keys kmsg kpagecgroup kpagecount kpageflags "
+    "latency_stats modules mtrr partitions pressure sched_debug schedstat scsi slabinfo softirqs swaps timer_list timer_stats "
+    "vmallocinfo"
+)
+_READ_ONLY = "bus driver dynamic_debug fs irq sys sysrq-trigger tty"
+_CLONE_NEW = 0x7E020000  # every CLONE_NEW* that clone() takes: no namespace is made inside a box
+
+
+@functools.cache
+def syscalls(listing: Path) -> tuple[str, ...]:
+    """Names of the calls a box may make: one a line, `#` begins a comment."""
+    lines = (line.split("#")[0].split() for line in listing.read_text().splitlines())
+    return tuple(sorted({words[0] for words in lines if words}))
+
+
+def seccomp(allowed: tuple[str, ...]) -> dict[str, object]:
+    """The filter of native/filter.c in the words of a runtime that compiles its own: `allowed`, some calls by argument, EPERM for the rest."""
+
+    def rule(name: str, index: int, operator: str, value: int, second: int = 0) -> dict[str, object]:
+        compared = {"index": index, "value": value, "valueTwo": second, "op": f"SCMP_CMP_{operator}"}
+        return {"names": [name], "action": "SCMP_ACT_ALLOW", "args": [compared]}
+
+    return {
+        "defaultAction": "SCMP_ACT_ERRNO",
+        "defaultErrnoRet": errno.EPERM,
+        "syscalls": [
+            {"names": list(allowed), "action": "SCMP_ACT_ALLOW"},
+            rule("clone", 0, "MASKED_EQ", _CLONE_NEW),
+            # its flags lie in memory, where a filter can't look: libc falls back to clone
+            {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOSYS},
+            *(rule("socket", 0, "EQ", int(family)) for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)),
+            {
+                "names": ["socket"],
+                "action": "SCMP_ACT_ALLOW",
+                "args": [
+                    {"index": 0, "value": int(socket.AF_NETLINK), "op": "SCMP_CMP_EQ"},
+                    {"index": 2, "value": 0, "op": "SCMP_CMP_EQ"},  # NETLINK_ROUTE
+                ],
+            },
+            rule("socketpair", 0, "EQ", int(socket.AF_UNIX)),
+            rule("ioctl", 1, "NE", termios.TIOCSTI),  # a box may not push characters into a terminal
+            rule("prctl", 0, "NE", 22),  # PR_SET_SECCOMP
+            rule("personality", 0, "EQ", 0),
+            rule("personality", 0, "EQ", 0xFFFFFFFF),
+        ],
+    }
+
+
+def config(
+    *,
+    root: Path,
+    agent: Path,
+    arguments: tuple[str, ...],
+    environment: Mapping[str, str],
+    netns: str | None,
+    uid_base: int | None,
+    mounts: Iterable[tuple[Path, str, bool]] = (),
+    hostname: str = "box",
+    shared_memory: int = 64 << 20,
+) -> dict[str, object]:
+    """config.json of one box: `agent` (a host file) runs as PID 1 and root of the box.
+
+    A filter and limits are the runtime's to add; without `netns` or `uid_base` those namespaces are what the runtime is in.
+    """
+    capabilities = {name: list(CAPABILITIES) for name in ("bounding", "effective", "permitted")}
+    files = min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # a user namespace may only lower it
+    namespaces = [{"type": name} for name in _NAMESPACES if name != "user" or uid_base is not None]
+    linux: dict[str, object] = {
+        "namespaces": namespaces + ([{"type": "network", "path": netns}] if netns else []),
+        "maskedPaths": [f"/proc/{name}" for name in _MASKED.split()] + ["/sys/firmware"],
+        "readonlyPaths": [f"/proc/{name}" for name in _READ_ONLY.split()],
+        "resources": {"devices": [{"allow": False, "access": "rwm"}]},
+    }
+    if uid_base is not None:
+        linux["uidMappings"] = linux["gidMappings"] = [{"containerID": 0, "hostID": uid_base, "size": IDS}]
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": False,
+            "user": {"uid": 0, "gid": 0},
+            "args": [AGENT, *arguments],
+            "env": [f"{name}={value}" for name, value in environment.items()],
+            "cwd": "/",
+            "capabilities": {**capabilities, "inheritable": [], "ambient": []},
+            "noNewPrivileges": True,
+            "oomScoreAdj": 500,  # the host goes last
+            "rlimits": [
+                {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},
+                {"type": "RLIMIT_NOFILE", "soft": min(1024, files), "hard": files},
+            ],
+        },
+        "root": {"path": str(root), "readonly": False},
+        "hostname": hostname,
+        "mounts": [
+            _mount("/proc", "proc", "nosuid", "noexec", "nodev"),
+            _mount("/dev", "tmpfs", "nosuid", "mode=755", "size=65536"),
+            _mount("/dev/pts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
+            _mount("/dev/shm", "tmpfs", "nosuid", "nodev", "mode=1777", f"size={shared_memory}"),
+            _mount(AGENT, "bind", "bind", "ro", "nosuid", "nodev", source=str(agent)),
+            *(
+                _mount(target, "bind", "bind", "ro" if readonly else "rw", "nosuid", "nodev", source=str(source))
+                for source, target, readonly in mounts
+            ),
+        ],
+        "linux": linux,
+    }
+
+
+def _mount(target: str, kind: str, *options: str, source: str | None = None) -> dict[str, object]:
+    return {"destination": target, "type": kind, "source": source or kind, "options": list(options)}
