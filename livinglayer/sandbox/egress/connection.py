@@ -9,6 +9,9 @@ import re
 import socket
 import ssl
 import struct
+import sys
+import traceback
+from pathlib import Path
 
 from livinglayer.errors import Denied, Invalid, LayerError
 from livinglayer.sandbox.egress import dns, h1, h2, names, rules, tls
@@ -29,6 +32,14 @@ def destination(sock: socket.socket) -> tuple[str, int]:
     """Where the box wanted to connect to, before the redirect."""
     port, address = struct.unpack_from(">2xH4s", sock.getsockopt(socket.SOL_IP, _SO_ORIGINAL_DST, 16))
     return socket.inet_ntoa(address), port
+
+
+def complain(error: BaseException) -> None:
+    """Say on stderr where something went wrong, but not its text: that could quote a secret."""
+    where = " < ".join(
+        f"{Path(at.filename).name}:{at.lineno}" for at in reversed(traceback.extract_tb(error.__traceback__))
+    )
+    print(f"egress: {type(error).__name__} at {where}", file=sys.stderr, flush=True)
 
 
 class Connection:
@@ -56,6 +67,9 @@ class Connection:
                 await self._towards(host, address, port)
         except (OSError, ssl.SSLError, Gone, TimeoutError, LayerError):
             pass
+        except Exception as error:
+            complain(error)
+            self._reset()
         finally:
             if not self._taken:
                 reset(self.sock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import ipaddress
+import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,7 @@ async def connect(host: str, port: int, rule: Rule, seconds: float) -> socket.so
         except TimeoutError:
             failed = TimedOut(f"{host}:{port} did not answer in {seconds:g} s")
         except OSError as error:
-            failed = Unavailable(f"{host}:{port} can't be reached: {error.strerror or 'no connection'}")
+            failed = Unavailable(f"{host}:{port} can't be reached: {os.strerror(error.errno or 0)}")
         except BaseException:
             sock.close()
             raise

@@ -15,7 +15,7 @@ from typing import Any
 
 from livinglayer.errors import Conflict, Invalid, LayerError, NotFound
 from livinglayer.sandbox.egress.box import Box
-from livinglayer.sandbox.egress.connection import Connection, resolve
+from livinglayer.sandbox.egress.connection import Connection, complain, resolve
 from livinglayer.sandbox.egress.limits import Limits
 from livinglayer.sandbox.egress.netns import Pool
 from livinglayer.sandbox.egress.streams import reset
@@ -91,6 +91,9 @@ class Gateway:
 
     async def run(self) -> None:
         """Serve until the host is gone."""
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, what: complain(what["exception"]) if what.get("exception") else None
+        )
         self.pool.fill()
         self._send({"event": "ready", "ca": str(self.authority.certificate)})
         ended = asyncio.get_running_loop().create_future()

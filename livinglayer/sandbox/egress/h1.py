@@ -266,3 +266,8 @@ class H1Upstream:
         if self._sending is not None:
             self._sending.cancel()
         self.wire.writer.close()
+
+    async def settled(self) -> None:
+        """Wait until nothing reads the box's body any more: what comes next on its connection is the next request."""
+        if self._sending is not None and not self._sending.done():
+            await asyncio.wait({self._sending})

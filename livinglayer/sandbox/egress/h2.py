@@ -435,3 +435,6 @@ class H2Upstream:
         if self._reading is not None:
             self._reading.cancel()
         self.wire.writer.close()
+
+    async def settled(self) -> None:
+        """Nothing to wait for: bodies of HTTP/2 requests do not share what they are read from."""

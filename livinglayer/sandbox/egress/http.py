@@ -94,6 +94,7 @@ class Upstream(Protocol):
         body: AsyncIterator[bytes], trailers: Headers, upgrade: bool,
     ) -> Response: ...  # fmt: skip
     def close(self) -> None: ...
+    async def settled(self) -> None: ...
 
 
 class Site:
@@ -144,7 +145,7 @@ class Site:
                 upstream = self._idle.pop()
                 if upstream.usable and upstream.generation == fresh:
                     return upstream, True
-                self.drop(upstream)
+                await self.drop(upstream)
             limits = self.box.limits
             sock = await connect(host, self.port, rule, limits.connect_seconds)
             context = None
@@ -171,20 +172,21 @@ class Site:
             if multiplexed:
                 self._dialing.release()
 
-    def give_back(self, upstream: Upstream) -> None:
+    async def give_back(self, upstream: Upstream) -> None:
         """Keep a connection for the next request, if it can be used again."""
         if upstream is self._shared:
             return
         if upstream.usable and upstream.generation == self.box.generation and len(self._idle) < 8:
             self._idle.append(upstream)
         else:
-            self.drop(upstream)
+            await self.drop(upstream)
 
-    def drop(self, upstream: Upstream) -> None:
+    async def drop(self, upstream: Upstream) -> None:
         """End a connection a request failed on, unless other requests are on it too."""
         if upstream is not self._shared or not upstream.usable:
             upstream.close()
             self._dialed.remove(upstream)
+            await upstream.settled()
             self._shared = None if upstream is self._shared else self._shared
 
     def close(self) -> None:
@@ -294,12 +296,12 @@ class Exchange:
                 )  # fmt: skip
                 break
             except (Gone, OSError, ssl.SSLError):
-                self.site.drop(upstream)
+                await self.site.drop(upstream)
                 if not (used and again):  # an idle connection the server had ended meanwhile is no failure
                     raise Unavailable(f"{host} broke off before its response") from None
                 again = False
             except BaseException:
-                self.site.drop(upstream)
+                await self.site.drop(upstream)
                 raise
         try:
             if response.streams is not None:
@@ -308,9 +310,9 @@ class Exchange:
             async with contextlib.aclosing(response.body):
                 await self._relay(response, rule, recording, (request.method, url))
         except BaseException:
-            self.site.drop(upstream)
+            await self.site.drop(upstream)
             raise
-        self.site.give_back(upstream)
+        await self.site.give_back(upstream)
 
     def _wants_websocket(self) -> bool:
         said = dict(self.request.headers)

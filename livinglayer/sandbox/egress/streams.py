@@ -47,8 +47,8 @@ def reset(sock: socket.socket) -> None:
 
 def cut(writer: asyncio.StreamWriter) -> None:
     """End a stream at once, whatever is on its way, so that the other side sees it was cut."""
-    sock = writer.get_extra_info("socket")
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError):  # it may be closed already
+        sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 

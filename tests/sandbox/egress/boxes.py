@@ -45,7 +45,7 @@ class Gateway:
         self.control = ours
         self.log = open(state / "gateway.log", "ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-X", "dev", "-m", "livinglayer.sandbox.egress", str(theirs.fileno()), "--state", str(state), *options],
+            [sys.executable, "-W", "default", "-m", "livinglayer.sandbox.egress", str(theirs.fileno()), "--state", str(state), *options],
             pass_fds=[theirs.fileno()], cwd=ROOT, stdout=self.log, stderr=self.log, env=os.environ | (env or {}),
         )  # fmt: skip
         theirs.close()
@@ -184,6 +184,6 @@ def until(what: Callable[[], Any], seconds: float = 5) -> Any:
     return found
 
 
-def local(host: str, port: int, **more: Any) -> dict[str, Any]:
+def local(host: str, at: int, **more: Any) -> dict[str, Any]:
     """A rule for a host that is a server of these tests."""
-    return {"host": host, "resolve": f"127.0.0.1:{port}", "private": True} | more
+    return {"host": host, "resolve": f"127.0.0.1:{at}", "private": True} | more

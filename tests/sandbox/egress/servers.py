@@ -64,7 +64,18 @@ class Servers:
         ca_key, ca = authority()
         self.ca.write_bytes(ca.public_bytes(serialization.Encoding.PEM))
         key = ec.generate_private_key(ec.SECP256R1())
-        hosts = ("index.test", "api.test", "good.test", "other.test", "db.test", "git.test", "xn--bcher-kva.test", "*.good.test", "*.secret.test", "93.184.216.34")
+        hosts = (
+            "index.test",
+            "api.test",
+            "good.test",
+            "other.test",
+            "db.test",
+            "git.test",
+            "xn--bcher-kva.test",
+            "*.good.test",
+            "*.secret.test",
+            "93.184.216.34",
+        )
         leaf = certify("leaf", key, ca_key, ca.subject, hosts=hosts)
         (self.directory / "leaf.pem").write_bytes(pem(key, leaf))
         stray, bad = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
@@ -157,6 +168,11 @@ class Servers:
             if method == "POST" and target.startswith("/early"):
                 writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 5\r\nConnection: close\r\n\r\nlarge")
                 await writer.drain()
+                writer.write_eof()
+                with contextlib.suppress(TimeoutError):  # as servers do: not every byte, but no reset either
+                    async with asyncio.timeout(0.5):
+                        while await reader.read(65536):
+                            pass
                 return
             body = b""
             if said.get("transfer-encoding") == "chunked":
