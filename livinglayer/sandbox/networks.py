@@ -102,7 +102,7 @@ class Gateway:
                 elif message.get("ok"):
                     answer.set_result((message, fds))
                 else:
-                    answer.set_exception(Invalid(str(message.get("error", "the gateway refused")), message.get("hint")))
+                    answer.set_exception(Invalid(message.get("message") or "the gateway refused", message.get("hint")))
 
     def _died(self) -> None:
         """Start it again with the listeners that we still hold; connections it had are gone, none went anywhere meanwhile."""

@@ -216,7 +216,7 @@ class Gateway:
         tcp, dns = fds
         fds.clear()
         self.boxes[ident] = Listening(box, self.authority, tcp, dns)
-        self._send({"tag": message["tag"], "ok": True})
+        self._send({"tag": message["tag"], "ok": True, "placeholders": box.secrets.placeholders()})
 
     def _box(self, message: dict[str, Any]) -> Listening:
         ident = str(message["box"])

@@ -83,6 +83,10 @@ class Secrets:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    def placeholders(self) -> dict[str, str]:
+        """What a box finds in its environment under each name."""
+        return {name: PREFIX + name for name in self._values}
+
     def swap(self, text: bytes, allowed: Collection[str], escape: Escape, used: Used) -> bytes:
         """Text with the allowed placeholders replaced; `used` learns what was met."""
         if self._placeholder is None or PREFIX.encode() not in text:
