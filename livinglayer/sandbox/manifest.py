@@ -187,6 +187,8 @@ def _entry(row: list[object]) -> Entry:
     path, kind, mode, uid, gid, mtime, xattrs, *rest = row
     if not isinstance(path, str) or not _safe(path):
         raise ValueError(f"the path {path!r}")
+    if not path and kind != "d":
+        raise ValueError("the root is no directory")
     numbers = (mode, uid, gid, mtime)
     if not all(isinstance(number, int) for number in numbers) or not isinstance(xattrs, list):
         raise ValueError(f"the attributes of {path!r}")

@@ -271,8 +271,8 @@ class Snapshots:
                 texts.append("")
             except UnicodeDecodeError:
                 raise Invalid(f"{path!r} is not text in {id}") from None
-        lines = (text.splitlines(keepends=True) for text in texts)
-        return "".join(difflib.unified_diff(*lines, fromfile=f"{a[:12]}/{path}", tofile=f"{b[:12]}/{path}"))
+        old, new = (text.splitlines(keepends=True) for text in texts)
+        return "".join(difflib.unified_diff(old, new, fromfile=f"{a[:12]}/{path}", tofile=f"{b[:12]}/{path}"))
 
     # carrying
 

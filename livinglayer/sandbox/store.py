@@ -17,6 +17,7 @@ import re
 import struct
 import threading
 import urllib.parse
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -399,11 +400,16 @@ class Writer:
 
 
 def pack(content: bytes) -> bytes:
-    """A chunk as it is stored: a tag byte, then zstd (`z`) where that helps, else the content itself (`r`)."""
+    """A chunk as it is stored: `z`, a CRC-32 and zstd where that helps, else `r` and the content itself."""
     if not hasattr(_local, "compressor"):  # one a thread: they are not shared
         _local.compressor = zstandard.ZstdCompressor(level=LEVEL)
     packed: bytes = _local.compressor.compress(content)
-    return b"z" + packed if len(packed) < len(content) * 15 // 16 else b"r" + content
+    # The checksum notices damage that happens to unpack to the same content, and would not the next time.
+    return (
+        b"z" + struct.pack("<I", zlib.crc32(packed)) + packed
+        if len(packed) < len(content) * 15 // 16
+        else b"r" + content
+    )
 
 
 def unpack(digest: str, stored: bytes, limit: int = LARGEST) -> bytes:
@@ -411,6 +417,9 @@ def unpack(digest: str, stored: bytes, limit: int = LARGEST) -> bytes:
     tag, body = stored[:1], memoryview(stored)[1:]
     try:
         if tag == b"z":
+            (check,), body = struct.unpack_from("<I", body), body[4:]
+            if zlib.crc32(body) != check:
+                raise Corrupt(f"the chunk {digest} is damaged", hint="load from a copy of the store", chunk=digest)
             size = zstandard.frame_content_size(body)
             if not 0 <= size <= limit:
                 raise Corrupt(f"the chunk {digest} claims {size} bytes", chunk=digest)
@@ -421,7 +430,7 @@ def unpack(digest: str, stored: bytes, limit: int = LARGEST) -> bytes:
             content = bytes(body)
         else:
             raise Corrupt(f"the chunk {digest} is in no known form", chunk=digest)
-    except zstandard.ZstdError as error:
+    except (zstandard.ZstdError, struct.error) as error:
         raise Corrupt(f"the chunk {digest} can't be unpacked: {error}", chunk=digest) from None
     if blake3(content).hexdigest() != digest:
         raise Corrupt(
