@@ -247,8 +247,9 @@ class Connection:
     async def _answer(self, status: int, text: str) -> None:
         body = text.encode() + b"\n"
         head = f"HTTP/1.1 {status} \r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(BlockingIOError):
             self.sock.recv(65536)  # unread bytes would turn the end into a reset before the answer is read
+        with contextlib.suppress(OSError):
             self.sock.send(head.encode() + b"Connection: close\r\n\r\n" + body)
             self.sock.shutdown(socket.SHUT_WR)
             with contextlib.suppress(TimeoutError):

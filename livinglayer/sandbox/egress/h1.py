@@ -139,7 +139,9 @@ def _request(site: Site, wire: Wire, event: h11.Request) -> Request:
     codings = [value for name, value in headers if name == b"transfer-encoding"]
     lengths = [value for name, value in headers if name == b"content-length"]
     problem = None
-    if codings and lengths:
+    if event.http_version not in (b"1.1", b"1.0"):
+        problem = "the only versions on this connection are HTTP/1.1 and HTTP/1.0"
+    elif codings and lengths:
         problem = "a request has either a Content-Length or a Transfer-Encoding"
     elif codings and (event.http_version != b"1.1" or codings != [b"chunked"]):
         problem = "the only Transfer-Encoding is chunked, on HTTP/1.1"

@@ -313,6 +313,7 @@ def _request(site: Site, stream: Stream, headers: Headers) -> Request:
         problem = "the request has no clear length"
     length = int(lengths[0]) if lengths and not problem else None
     if stream.ended and not stream._chunks:
+        problem = problem or ("the body is shorter than its length" if length else None)
         length = 0
     return Request(
         "h2",

@@ -252,6 +252,8 @@ class Exchange:
         request = self.request
         if request.problem:
             raise Invalid(request.problem)
+        if len(request.target) + _size(request.headers) > self.box.limits.header_bytes:
+            raise Invalid(f"the request's head is longer than {self.box.limits.header_bytes} bytes")
         if request.method == "CONNECT" or (request.target[:1] != b"/" and b"://" in request.target):
             raise Denied(_NO_PROXY)
         if not _TARGET.match(request.target) or b"#" in request.target:
@@ -273,7 +275,7 @@ class Exchange:
             self.passage.protocol = "ws"
         recorder, replay = box.recorder, box.replay
         recording = recorder.begin() if recorder and not upgrade else None
-        url = str(Ask(self.site.scheme, host, self.site.port)) + (path + query).decode()
+        url = box.secrets.hide_text(str(Ask(self.site.scheme, host, self.site.port)) + (path + query).decode())
         if replay is not None:
             if upgrade:
                 raise Denied("WebSockets are not recorded, so they can't be replayed")
@@ -282,7 +284,7 @@ class Exchange:
             await self._replay((request.method, url, self.digest.hexdigest()))
             return
         headers, query, length, body = await self._with_secrets(rule, query, upgrade)
-        self.passage.sent(len(path) + len(query) + sum(len(name) + len(value) + 4 for name, value in headers) + 32)
+        self.passage.sent(len(path) + len(query) + _size(headers) + 32)
         authority = host.encode() + (
             b"" if self.site.port == rules.DEFAULT_PORT[self.site.scheme] else b":%d" % self.site.port
         )
@@ -384,7 +386,7 @@ class Exchange:
         if length is not None and (no_body or not known):
             headers.append((b"content-length", length))
         self.passage.status = response.status
-        self.passage.received(sum(len(name) + len(value) + 4 for name, value in response.headers) + 16)
+        self.passage.received(_size(response.headers) + 16)
         await self.reply.head(response.status, headers)
         recorder = self.box.recorder
         redactor = known.redactor()
@@ -444,6 +446,10 @@ class Exchange:
         if response.early:
             box[1].write(received(response.early))
         await tunnel(box, response.streams, sent, received, self.box.limits.tunnel_seconds)
+
+
+def _size(headers: Headers) -> int:
+    return sum(len(name) + len(value) + 4 for name, value in headers)
 
 
 async def _nothing() -> AsyncIterator[bytes]:

@@ -107,7 +107,7 @@ class Replay:
                     )
                     key = (line["method"], line["url"], line["body"])
                     ended.append((runs.setdefault(run, len(runs)), int(order), key, seen))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise Corrupt(f"line {number} of recording {str(path)!r} is not one of a recording") from None
             at += len(raw)
         for _, _, key, seen in sorted(ended, key=lambda one: one[:2]):
