@@ -58,7 +58,8 @@ class Gateway:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         ours.setblocking(False)
-        environment = {name: os.environ[name] for name in ("PATH", "LANG", "LAYER_STATE") if name in os.environ}
+        kept = ("PATH", "LANG", "LAYER_STATE", "SSL_CERT_FILE", "SSL_CERT_DIR")  # whom to believe out there, too
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
         log = open(self._state / "run" / "gateway.log", "ab")
         with log:
             self._process = subprocess.Popen(
