@@ -166,9 +166,11 @@ class Snapshots:
 
     def get(self, id: str) -> Snapshot:
         """A snapshot by its id or a prefix of it that no other has, or NotFound."""
+        if not re.fullmatch(r"[0-9a-f]{4,40}", id):
+            raise NotFound(f"no snapshot {id!r}", hint="an id is 40 hexadecimal digits, or the first of them")
         document = self.store.find_ref("snapshot", id)
         if document is None:
-            matches = [name for name in self.store.refs("snapshot") if name.startswith(id)] if len(id) >= 4 else []
+            matches = [name for name in self.store.refs("snapshot") if name.startswith(id)]
             if len(matches) != 1:
                 raise NotFound(f"no snapshot {id!r}", hint=f"{len(matches)} begin so" if matches else None)
             id, document = matches[0], self.store.ref("snapshot", matches[0])
@@ -324,14 +326,14 @@ class Snapshots:
 
     # upkeep
 
-    def collect(self, pins: Iterable[str] = (), caches: bool = True) -> Collected:
+    def collect(self, pins: Iterable[str] | Callable[[], Iterable[str]] = (), caches: bool = True) -> Collected:
         """Remove what no snapshot, image or pinned layer (those of live boxes) needs, on the disk too; without `caches`, build steps' as well.
 
-        Safe beside snapshots being made: they finish first, or begin after.
+        Safe beside snapshots being made: they finish first, or begin after. `pins` may be a function, asked at that moment.
         """
-        pinned = list(pins)
 
         def live() -> Iterator[str]:
+            pinned = set(pins() if callable(pins) else pins)
             kinds = (*ROOTS, *CACHES) if caches else ROOTS
             if not caches:
                 for kind in CACHES:
@@ -341,10 +343,10 @@ class Snapshots:
             chunks: set[str] = set()
             for kind in kinds:
                 for name in self.store.refs(kind):
-                    document = self.store.ref(kind, name)
+                    document = self.store.find_ref(kind, name)
                     try:
-                        layers |= set(document["layers"])
-                        if document.get("memory"):
+                        layers |= set(document["layers"]) if document else set()  # forgotten in between
+                        if document and document.get("memory"):
                             chunks |= set(manifest.chunks(document["memory"], self.store.get))
                     except Corrupt as error:
                         raise Corrupt(
