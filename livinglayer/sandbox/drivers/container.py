@@ -20,7 +20,6 @@ from . import launch, oci
 
 INSTALL = "apt-get install crun"
 HYBRID = Path("/sys/fs/cgroup/unified")
-SYSCALLS = Path(__file__).parent.parent / "native/syscalls.txt"
 
 
 class ContainerDriver:
@@ -79,6 +78,7 @@ class ContainerDriver:
             netns=f"/proc/{os.getpid()}/fd/{spec.netns}",
             uid_base=made.base,
             mounts=bundle.mounts,
+            hostname=spec.id,
             shared_memory=spec.blueprint.memory // 2,
         )
         log, pid = directory / "log", directory / "pid"
@@ -94,7 +94,7 @@ class ContainerDriver:
         else:
             linux = config["linux"]
             assert isinstance(linux, dict)
-            linux["seccomp"] = oci.seccomp(oci.syscalls(SYSCALLS))
+            linux["seccomp"] = oci.seccomp(oci.syscalls())
             if paths := launch.cgroup_files(spec):
                 linux["cgroupsPath"] = "/" + "/".join(Path(paths[0]).parts[-3:-1])
             command = ["runc", "--root", str(directory / "state"), "--log", str(log), *common]

@@ -17,6 +17,7 @@ CAPABILITIES = tuple(
     f"CAP_{name}" for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID", "KILL", "NET_BIND_SERVICE")
 )
 IDS = 65536
+SYSCALLS = Path(__file__).parent.parent / "native/syscalls.txt"
 AGENT = "/dev/agent"  # in /dev because that is memory: a mount point elsewhere would be a file of the box
 
 _NAMESPACES = ("user", "pid", "mount", "ipc", "uts", "cgroup")
@@ -30,14 +31,17 @@ _CLONE_NEW = 0x7E020000  # every CLONE_NEW* that clone() takes: no namespace is 
 
 
 @functools.cache
-def syscalls(listing: Path) -> tuple[str, ...]:
-    """Names of the calls a box may make: one a line, `#` begins a comment."""
-    lines = (line.split("#")[0].split() for line in listing.read_text().splitlines())
+def syscalls() -> tuple[str, ...]:
+    """Names of the calls a box may make: one a line of native/syscalls.txt, `#` begins a comment."""
+    lines = (line.split("#")[0].split() for line in SYSCALLS.read_text().splitlines())
     return tuple(sorted({words[0] for words in lines if words}))
 
 
-def seccomp(allowed: tuple[str, ...]) -> dict[str, object]:
-    """The filter of native/filter.c in the words of a runtime that compiles its own: `allowed`, some calls by argument, EPERM for the rest."""
+def seccomp(allowed: tuple[str, ...], unsupported: tuple[str, ...] = ()) -> dict[str, object]:
+    """The filter of native/filter.c for a runtime that compiles its own: `allowed`, some calls by argument, EPERM for the rest.
+
+    `unsupported` calls say ENOTSUP, as on a filesystem without what they ask for.
+    """
 
     def rule(name: str, index: int, operator: str, value: int, second: int = 0) -> dict[str, object]:
         compared = {"index": index, "value": value, "valueTwo": second, "op": f"SCMP_CMP_{operator}"}
@@ -47,7 +51,8 @@ def seccomp(allowed: tuple[str, ...]) -> dict[str, object]:
         "defaultAction": "SCMP_ACT_ERRNO",
         "defaultErrnoRet": errno.EPERM,
         "syscalls": [
-            {"names": list(allowed), "action": "SCMP_ACT_ALLOW"},
+            {"names": [name for name in allowed if name not in unsupported], "action": "SCMP_ACT_ALLOW"},
+            *({"names": [name], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOTSUP} for name in unsupported),
             rule("clone", 0, "MASKED_EQ", _CLONE_NEW),
             # its flags lie in memory, where a filter can't look: libc falls back to clone
             {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOSYS},
@@ -78,7 +83,7 @@ def config(
     netns: str | None,
     uid_base: int | None,
     mounts: Iterable[tuple[Path, str, bool]] = (),
-    hostname: str = "box",
+    hostname: str,
     shared_memory: int = 64 << 20,
 ) -> dict[str, object]:
     """config.json of one box: `agent` (a host file) runs as PID 1 and root of the box.
