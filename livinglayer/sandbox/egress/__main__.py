@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from pathlib import Path
 
 from livinglayer.sandbox.egress.gateway import Gateway
@@ -41,6 +42,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    sys.setswitchinterval(0.0005)  # a thread makes namespaces; requests should not wait for it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a person's ctrl-c is for the host, which then closes the socket
 
     async def serve() -> None:

@@ -9,13 +9,11 @@ import re
 import socket
 import ssl
 import struct
-import sys
-import traceback
-from pathlib import Path
 
 from livinglayer.errors import Denied, Invalid, LayerError
 from livinglayer.sandbox.egress import dns, h1, h2, names, rules, tls
 from livinglayer.sandbox.egress.box import Box, Passage
+from livinglayer.sandbox.egress.complaint import complain
 from livinglayer.sandbox.egress.dial import connect
 from livinglayer.sandbox.egress.http import Gone, Site
 from livinglayer.sandbox.egress.rules import Ask, Rule
@@ -32,14 +30,6 @@ def destination(sock: socket.socket) -> tuple[str, int]:
     """Where the box wanted to connect to, before the redirect."""
     port, address = struct.unpack_from(">2xH4s", sock.getsockopt(socket.SOL_IP, _SO_ORIGINAL_DST, 16))
     return socket.inet_ntoa(address), port
-
-
-def complain(error: BaseException) -> None:
-    """Say on stderr where something went wrong, but not its text: that could quote a secret."""
-    where = " < ".join(
-        f"{Path(at.filename).name}:{at.lineno}" for at in reversed(traceback.extract_tb(error.__traceback__))
-    )
-    print(f"egress: {type(error).__name__} at {where}", file=sys.stderr, flush=True)
 
 
 class Connection:
@@ -80,6 +70,15 @@ class Connection:
             cut(self._writer)
         elif not self._taken:
             reset(self.sock)
+
+    async def refuse(self, reason: str) -> None:
+        """Reset the connection unread."""
+        with contextlib.suppress(OSError):
+            address, port = destination(self.sock)
+            passage = Passage(self.box, "tcp", Ask("tcp", self.box.book.name(address) or address, port))
+            passage.reason = reason
+            reset(self.sock)
+            await passage.end()
 
     async def _first(self, seconds: float) -> bytes:
         def enough(data: bytes) -> bool:

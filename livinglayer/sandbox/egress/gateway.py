@@ -15,10 +15,10 @@ from typing import Any
 
 from livinglayer.errors import Conflict, Invalid, LayerError, NotFound
 from livinglayer.sandbox.egress.box import Box
-from livinglayer.sandbox.egress.connection import Connection, complain, resolve
+from livinglayer.sandbox.egress.complaint import complain
+from livinglayer.sandbox.egress.connection import Connection, resolve
 from livinglayer.sandbox.egress.limits import Limits
 from livinglayer.sandbox.egress.netns import Pool
-from livinglayer.sandbox.egress.streams import reset
 from livinglayer.sandbox.egress.tls import Authority
 
 MESSAGE = 65536
@@ -46,7 +46,8 @@ class Listening:
                 await asyncio.sleep(0.1)  # out of fds or memory: they wait in the backlog
                 continue
             if len(self.connections) >= self.box.limits.connections:
-                reset(sock)
+                refusing = Connection(self.box, self.authority, sock)
+                await refusing.refuse(f"more than {self.box.limits.connections} connections at once")
                 continue
             task = asyncio.create_task(Connection(self.box, self.authority, sock).run())
             self.connections.add(task)
@@ -156,7 +157,13 @@ class Gateway:
     def _send(
         self, message: dict[str, Any], fds: list[int] | None = None, done: Callable[[], None] = lambda: None
     ) -> None:
-        self._outgoing.append((json.dumps(message).encode(), fds or [], done))
+        data = json.dumps(message).encode()
+        if not self._outgoing:
+            with contextlib.suppress(OSError):  # what does not go at once goes in its turn
+                socket.send_fds(self.control, [data], fds or [])
+                done()
+                return
+        self._outgoing.append((data, fds or [], done))
         self._more.set()
 
     async def _tell(self, event: dict[str, Any], done: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ import h2.events
 import h2.exceptions
 import h2.settings
 
+from livinglayer.sandbox.egress.complaint import complain
 from livinglayer.sandbox.egress.http import Exchange, Gone, Request, Response, Site
 from livinglayer.sandbox.egress.limits import Limits
 from livinglayer.sandbox.egress.record import Headers
@@ -290,6 +291,9 @@ async def _answer(site: Site, stream: Stream, headers: Headers) -> None:
                 stream.wire.h2.reset_stream(stream.id, h2.errors.ErrorCodes.NO_ERROR)
             stream.wire.write()
     except (Gone, OSError, ssl.SSLError):
+        stream.reset()
+    except Exception as error:
+        complain(error)
         stream.reset()
     finally:
         stream.wire.streams.pop(stream.id, None)

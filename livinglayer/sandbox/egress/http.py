@@ -11,17 +11,18 @@ import hashlib
 import re
 import ssl
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from livinglayer.errors import Denied, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from livinglayer.sandbox.egress import names, rules, secrets, tls
 from livinglayer.sandbox.egress.box import Box, Passage
+from livinglayer.sandbox.egress.complaint import complain
 from livinglayer.sandbox.egress.dial import connect
 from livinglayer.sandbox.egress.record import Headers, Key
 from livinglayer.sandbox.egress.rules import Ask, Rule
-from livinglayer.sandbox.egress.streams import Streams, dialed, tunnel
+from livinglayer.sandbox.egress.streams import CHUNK, Streams, dialed, tunnel
 
 # Of one connection, not of the request; and what the gateway writes itself.
 _OWN = frozenset(
@@ -105,7 +106,7 @@ class Site:
     def __init__(self, box: Box, scheme: str, host: str | None, address: str, port: int, sni: str | None) -> None:
         self.box, self.scheme, self.host, self.address, self.port, self.sni = box, scheme, host, address, port, sni
         self._idle: list[Upstream] = []
-        self._dialed: list[Upstream] = []
+        self._dialed: set[Upstream] = set()
         self._shared: Upstream | None = None
         self._dialing = asyncio.Lock()
 
@@ -163,10 +164,10 @@ class Site:
             chosen = streams[1].get_extra_info("ssl_object")
             if chosen is not None and chosen.selected_alpn_protocol() == "h2":
                 self._shared = await H2Upstream.start(streams, limits, fresh)
-                self._dialed.append(self._shared)
+                self._dialed.add(self._shared)
                 return self._shared, False
             made = H1Upstream(streams, limits, fresh)
-            self._dialed.append(made)
+            self._dialed.add(made)
             return made, False
         finally:
             if multiplexed:
@@ -185,12 +186,12 @@ class Site:
         """End a connection a request failed on, unless other requests are on it too."""
         if upstream is not self._shared or not upstream.usable:
             upstream.close()
-            self._dialed.remove(upstream)
+            self._dialed.discard(upstream)
             await upstream.settled()
             self._shared = None if upstream is self._shared else self._shared
 
     def close(self) -> None:
-        for upstream in self._dialed:
+        for upstream in [*self._dialed]:
             upstream.close()
 
 
@@ -219,6 +220,10 @@ class Exchange:
             await self._refuse(_STATUS.get(type(error), 502), error)
         except (Gone, OSError, ssl.SSLError):
             self.passage.reason = self.passage.reason or "the connection broke"
+            self.reply.abort()
+        except Exception as error:
+            complain(error)
+            self.passage.reason = "the gateway failed"
             self.reply.abort()
         finally:
             await self.passage.end()
@@ -341,13 +346,19 @@ class Exchange:
                 if name not in (b"accept-encoding", b"range", b"if-range", b"sec-websocket-extensions")
             ]
             kept.append((b"accept-encoding", b"identity"))
-        headers = [(name, known.swap_header(name, value, rule.secrets, used)) for name, value in kept]
+        allowed = {place: rule.secrets if place in rule.swap else frozenset[str]() for place in rules.PLACES}
+        headers = [(name, known.swap_header(name, value, allowed["header"], used)) for name, value in kept]
         known.swap(request.target.partition(b"?")[0], (), secrets.plain, used)  # notes what stays in a path
-        query = known.swap(query, rule.secrets, secrets.in_query, used)
+        query = known.swap(query, allowed["query"], secrets.in_query, used)
         if request.length == 0:
             return headers, query, 0, _nothing()
         kind = said.get(b"content-type", b"text/plain").lower()
-        if not guarded or said.get(b"content-encoding", b"identity").lower() != b"identity" or not _TEXT.match(kind):
+        if (
+            not guarded
+            or not allowed["body"]
+            or said.get(b"content-encoding", b"identity").lower() != b"identity"
+            or not _TEXT.match(kind)
+        ):
             return headers, query, request.length, self._counted(b"", known.scanner(used))
         held = b""
         async for data in request.body:
@@ -356,7 +367,7 @@ class Exchange:
                 return headers, query, request.length, self._counted(held, known.scanner(used))
         escape = secrets.in_json if b"json" in kind else secrets.in_form if b"urlencoded" in kind else secrets.plain
         self.digest.update(held)
-        swapped = known.swap(held, rule.secrets, escape, used)
+        swapped = known.swap(held, allowed["body"], escape, used)
         self.passage.sent(len(swapped))
         return headers, query, len(swapped), _once(swapped)
 
@@ -377,7 +388,7 @@ class Exchange:
         headers = self._hidden([(name, value) for name, value in response.headers if name not in _OWN])
         length = dict(response.headers).get(b"content-length")
         no_body = self.request.method == "HEAD" or response.status in (204, 304)
-        decode: Callable[[bytes, bool], bytes] | None = None
+        decode: Callable[[bytes], Iterator[bytes]] | None = None
         if known and rule.secrets and not no_body:
             coding = dict(headers).get(b"content-encoding", b"identity").lower()
             if coding != b"identity":
@@ -399,11 +410,8 @@ class Exchange:
 
         async for data in response.body:
             self.passage.received(len(data))
-            if decode is not None:
-                data = decode(data, False)
-            await pass_on(redactor.feed(data))
-        if decode is not None:
-            await pass_on(redactor.feed(decode(b"", True)))
+            for part in decode(data) if decode is not None else (data,):
+                await pass_on(redactor.feed(part))
         await pass_on(redactor.end())
         trailers = self._hidden(response.trailers)
         await self.reply.end(trailers)
@@ -461,15 +469,17 @@ async def _once(data: bytes) -> AsyncIterator[bytes]:
     yield data
 
 
-def _decoder(coding: bytes) -> Callable[[bytes, bool], bytes]:
+def _decoder(coding: bytes) -> Callable[[bytes], Iterator[bytes]]:
     """Undo a content coding the server used unasked; Unavailable for one that can't be undone here."""
     if coding not in (b"gzip", b"x-gzip", b"deflate"):
         raise Unavailable(f"the server answered in {coding.decode('latin-1')}, which can't be searched for secrets")
     stream = zlib.decompressobj(47)  # gzip or zlib, by its header
 
-    def decode(data: bytes, end: bool) -> bytes:
+    def decode(data: bytes) -> Iterator[bytes]:
         try:
-            return stream.decompress(data) if not end else stream.flush()
+            while data:  # in parts, for a little data can unfold to a lot
+                yield stream.decompress(data, CHUNK)
+                data = stream.unconsumed_tail
         except zlib.error:
             raise Gone from None
 

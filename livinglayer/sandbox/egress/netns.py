@@ -19,6 +19,7 @@ from livinglayer.errors import LayerError, Unavailable
 GATEWAY = "169.254.170.1"
 CHANNEL_PORT, TCP_PORT, DNS_PORT = 7700, 7701, 7702
 _NEWNET = 0x40000000
+_PAUSE = 0.003  # between two made ahead: the one taken goes out first, and requests are not held up
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # Listeners sit on one address and odd ports, so a box has 80, 443 and the rest to itself; what it sends to
@@ -175,6 +176,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(LayerError):  # said to whoever takes one
             while len(self.ready) < self.size:
+                await asyncio.sleep(_PAUSE)
                 self.ready.append(await loop.run_in_executor(self._thread, self._make))
 
     def close(self) -> None:

@@ -15,9 +15,10 @@ from livinglayer.sandbox.egress import names
 from livinglayer.sandbox.egress.dial import literal
 
 Protocol = Literal["http", "https", "tcp"]
+PLACES = ("header", "query", "body")
 DEFAULT_PORT = {"http": 80, "https": 443}
 KEYS = frozenset(
-    "host port method path bytes rate protocol secrets private resolve action tls".split(),
+    "host port method path bytes rate protocol secrets swap private resolve action tls".split(),
 )
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
 _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)\Z")
@@ -41,6 +42,7 @@ class Rule:
     bytes: int | None = None
     rate: tuple[int, int] | None = None  # requests, seconds
     secrets: frozenset[str] = frozenset()
+    swap: frozenset[str] = frozenset(PLACES)  # where in a request they are put in
     private: bool = False
     resolve: tuple[str, int | None] | None = None  # the address to dial, and a port if it is another
     tls: Literal["terminate", "pass"] = "terminate"
@@ -139,6 +141,9 @@ def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
     for name in secrets or ():
         if not _SECRET.match(name):
             raise Invalid(f"secret name {name!r}", hint="letters, digits and _")
+    places = _strings("swap", given.get("swap"))
+    if not set(places or ()) <= set(PLACES) or (places is not None and not secrets):
+        raise Invalid(f"swap {given['swap']!r}", hint="header, query or body, for a rule with secrets")
     if protocol == "tcp" and ports is None and action == "allow":
         raise Invalid("tcp needs a port", hint="tcp://host:port")
     if (tls == "pass" or protocol == "tcp") and (narrow or secrets):
@@ -158,6 +163,7 @@ def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
         bytes=_size(given.get("bytes")),
         rate=_rate(given.get("rate")),
         secrets=frozenset(secrets or ()),
+        swap=frozenset(PLACES if places is None else places),
         private=given.get("private", False),
         resolve=_resolve(given.get("resolve")),
         tls=tls,

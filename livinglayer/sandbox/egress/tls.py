@@ -9,6 +9,7 @@ import ipaddress
 import os
 import ssl
 import tempfile
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from livinglayer.errors import Corrupt, Invalid
 from livinglayer.sandbox.egress import names
 
 _DAY = datetime.timedelta(days=1)
+_RENEW = 30 * 86400.0  # seconds, of the 90 days a leaf is valid
 _KEPT = 512  # contexts; a box that asks for more names pays with time
 
 
@@ -38,6 +40,7 @@ class Context(ssl.SSLContext):
     """A context that knows whose certificate it holds: after a handshake, the name the client asked for."""
 
     host: str
+    made: float
 
 
 class Authority:
@@ -115,11 +118,12 @@ class Authority:
 
         A name the client asks for gets its certificate even if the connection is refused: the refusal can be read then.
         """
-        if host in self._contexts:
+        found = self._contexts.get(host)
+        if found is not None and time.monotonic() - found.made < _RENEW:
             self._contexts.move_to_end(host)
-            return self._contexts[host]
+            return found
         context = Context(ssl.PROTOCOL_TLS_SERVER)
-        context.host = host
+        context.host, context.made = host, time.monotonic()
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["h2", "http/1.1"])
         with tempfile.NamedTemporaryFile(dir=self.certificate.parent, prefix="leaf-") as pem:  # mode 0600

@@ -209,10 +209,18 @@ class Servers:
         writer.write(connection.data_to_send())
         open_: dict[int, tuple[list[list[str]], bytearray]] = {}
         waiting: dict[int, bytes] = {}
+        duplex: set[int] = set()
         while data := await reader.read(65536):
             for event in connection.receive_data(data):
                 if isinstance(event, h2.events.RequestReceived):
                     open_[event.stream_id] = ([list(pair) for pair in event.headers], bytearray())
+                    if [":path", "/duplex"] in open_[event.stream_id][0]:  # every chunk comes back at once
+                        duplex.add(event.stream_id)
+                        connection.send_headers(event.stream_id, [(":status", "200")])
+                elif isinstance(event, h2.events.DataReceived) and event.stream_id in duplex:
+                    connection.send_data(event.stream_id, event.data)
+                elif isinstance(event, h2.events.StreamEnded) and event.stream_id in duplex:
+                    connection.send_headers(event.stream_id, [("grpc-status", "0")], end_stream=True)
                 elif isinstance(event, h2.events.DataReceived):
                     open_[event.stream_id][1].extend(event.data)
                     connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)

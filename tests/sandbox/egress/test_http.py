@@ -52,6 +52,33 @@ def test_http2_from_the_box_http1_to_the_server(make_box: MakeBox, servers: Serv
     assert servers.seen[-1]["version"] == "1.1"
 
 
+def test_http2_without_tls(make_box: MakeBox, servers: Servers) -> None:
+    box = make_box([local("api.test", servers.http, path="/ok")])
+    assert box.curl("--http2-prior-knowledge", "http://api.test/ok") == (200, "GET /ok")
+    assert box.curl("--http2-prior-knowledge", "http://api.test/no")[0] == 403
+
+
+def test_trailers_and_both_ways_at_once(make_box: MakeBox, servers: Servers) -> None:
+    """What gRPC needs: the response begins before the request ends, and ends with trailers."""
+    box = make_box([local("api.test", servers.h2)])
+    code = """
+import socket, ssl, h2.connection, h2.config, h2.events
+c = ssl.create_default_context(); c.set_alpn_protocols(["h2"])
+s = c.wrap_socket(socket.create_connection(("api.test", 443), 5), server_hostname="api.test")
+conn = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True)); conn.initiate_connection()
+conn.send_headers(1, [(":method", "POST"), (":scheme", "https"), (":authority", "api.test"), (":path", "/duplex"), ("content-type", "application/grpc"), ("te", "trailers")])
+conn.send_data(1, b"one"); s.sendall(conn.data_to_send()); got = b""; trailers = None
+while trailers is None:
+    for e in conn.receive_data(s.recv(65536)):
+        if isinstance(e, h2.events.DataReceived):
+            got += e.data
+            if got == b"one": conn.send_data(1, b"two", end_stream=True)
+        if isinstance(e, h2.events.TrailersReceived): trailers = dict(e.headers)
+    s.sendall(conn.data_to_send())
+print(got, trailers)"""
+    assert box.python(code) == "b'onetwo' {b'grpc-status': b'0'}"
+
+
 HTTPX = """
 import asyncio, httpx, sys
 async def main():

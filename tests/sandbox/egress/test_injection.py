@@ -135,6 +135,16 @@ def test_large_and_binary_bodies_pass_as_they_are(box: Box, servers: Servers, tm
     assert servers.seen[-1]["body"] == b"LAYER_SECRET_KEY"
 
 
+def test_a_rule_may_say_where_a_secret_goes(make_box: MakeBox, servers: Servers) -> None:
+    """Else a box could have a host publish it: as the text of a note, say."""
+    box = make_box([local("api.test", servers.https, secrets="KEY", swap="header")], secrets=SECRETS)
+    box.curl("-H", "x: LAYER_SECRET_KEY", "-d", "LAYER_SECRET_KEY", "https://api.test/echo?LAYER_SECRET_KEY")
+    seen = last(servers)
+    assert (seen["headers"]["x"], seen["body"], seen["target"]) == (KEY, b"LAYER_SECRET_KEY", "/echo?LAYER_SECRET_KEY")
+    event = box.events(method="POST")[0]
+    assert (event["secrets"], event["placeholders"]) == (["KEY"], ["KEY"])
+
+
 def test_a_websocket_with_a_secret(make_box: MakeBox, servers: Servers) -> None:
     from sandbox.egress.test_http import WEBSOCKET
 

@@ -93,7 +93,7 @@ def test_the_first_match_decides() -> None:
         {"host": "a.test", "method": "G T"}, {"host": "a.test", "method": 3}, {"host": "a.test", "path": "x"}, {"host": "a.test", "path": 1},
         {"host": "a.test", "bytes": "10X"}, {"host": "a.test", "bytes": -1}, {"host": "a.test", "bytes": True}, {"host": "a.test", "rate": "10"},
         {"host": "a.test", "rate": "0/s"}, {"host": "a.test", "rate": 10}, {"host": "a.test", "protocol": "udp"}, {"host": "a.test", "secrets": "A-B"},
-        {"host": "a.test", "secrets": [1]}, {"host": "a.test", "private": "yes"}, {"host": "a.test", "resolve": "b.test"},
+        {"host": "a.test", "secrets": [1]}, {"host": "a.test", "swap": "header"}, {"host": "a.test", "secrets": "A", "swap": "path"}, {"host": "a.test", "private": "yes"}, {"host": "a.test", "resolve": "b.test"},
         {"host": "a.test", "resolve": "0x7f.1"}, {"host": "a.test", "resolve": "1.2.3.4:x"}, {"host": "a.test", "action": "maybe"},
         {"host": "a.test", "tls": "off"}, {"host": "a.test", "tls": "pass", "path": "/x"}, {"host": "a.test", "tls": "pass", "secrets": "A"},
         {"host": "a.test", "tls": "pass", "protocol": "http"}, {"host": "a.test", "protocol": "tcp", "port": 1, "secrets": "A"},
