@@ -37,10 +37,10 @@ def syscalls() -> tuple[str, ...]:
     return tuple(sorted({words[0] for words in lines if words}))
 
 
-def seccomp(allowed: tuple[str, ...], unsupported: tuple[str, ...] = ()) -> dict[str, object]:
+def seccomp(allowed: tuple[str, ...], absent: str = "SCMP_ACT_ERRNO") -> dict[str, object]:
     """The filter of native/filter.c for a runtime that compiles its own: `allowed`, some calls by argument, EPERM for the rest.
 
-    `unsupported` calls say ENOTSUP, as on a filesystem without what they ask for.
+    clone3 is answered by the action `absent`, as if the kernel did not have it.
     """
 
     def rule(name: str, index: int, operator: str, value: int, second: int = 0) -> dict[str, object]:
@@ -51,11 +51,10 @@ def seccomp(allowed: tuple[str, ...], unsupported: tuple[str, ...] = ()) -> dict
         "defaultAction": "SCMP_ACT_ERRNO",
         "defaultErrnoRet": errno.EPERM,
         "syscalls": [
-            {"names": [name for name in allowed if name not in unsupported], "action": "SCMP_ACT_ALLOW"},
-            *({"names": [name], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOTSUP} for name in unsupported),
+            {"names": list(allowed), "action": "SCMP_ACT_ALLOW"},
             rule("clone", 0, "MASKED_EQ", _CLONE_NEW),
             # its flags lie in memory, where a filter can't look: libc falls back to clone
-            {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOSYS},
+            {"names": ["clone3"], "action": absent, "errnoRet": errno.ENOSYS},
             *(rule("socket", 0, "EQ", int(family)) for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)),
             {
                 "names": ["socket"],
