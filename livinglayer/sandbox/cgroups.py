@@ -31,6 +31,11 @@ class Cgroups:
             else frozenset({"memory", "pids", "cpu"} if self.version == "v2" else ())
         )
 
+    @property
+    def spare(self) -> list["Cgroup"]:
+        """Those that wait for a box."""
+        return list(self._spare)
+
     def take(self, memory: int, pids: int, cpu: float) -> "Cgroup":
         """A cgroup with these limits."""
         group = self._spare.pop() if self._spare else self._make()
@@ -208,7 +213,7 @@ class Cgroup:
     def remove(self) -> bool:
         """Remove it; False while a process is still leaving."""
         self.close()
-        return all([remove(directory) for directory in dict.fromkeys(self.directories.values())])
+        return [remove(directory) for directory in dict.fromkeys(self.directories.values())].count(False) == 0
 
 
 def remove(directory: Path) -> bool:

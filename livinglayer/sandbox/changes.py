@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from livinglayer.errors import NotFound
 from livinglayer.sandbox.manifest import Entry, order
-from livinglayer.sandbox.tree import is_opaque, read_content, stacked
+from livinglayer.sandbox.tree import is_opaque, is_whiteout, read_content, stacked
 
 TYPES = {"f": "file", "d": "directory", "l": "link", "p": "fifo", "s": "socket"}
 MODES = {stat.S_IFREG: "f", stat.S_IFDIR: "d", stat.S_IFLNK: "l", stat.S_IFIFO: "p", stat.S_IFSOCK: "s"}
@@ -132,3 +132,20 @@ def parents(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition("/")[0]
         yield path
+
+
+def of_upper(upper: Path) -> list[Change]:
+    """What a box has written or removed so far, as its overlay holds it; nothing is followed, the box may go on."""
+    found: list[Change] = []
+    for at, directories, names, fd in os.fwalk(upper, follow_symlinks=False):
+        for name in sorted(names + directories):
+            try:
+                here = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            path = os.path.relpath(os.path.join(at, name), upper)
+            if is_whiteout(here):
+                found.append(Change(path, "removed", "file"))
+            elif kind := MODES.get(stat.S_IFMT(here.st_mode)):
+                found.append(Change(path, "changed", TYPES[kind], after=here.st_size if kind == "f" else None))
+    return found

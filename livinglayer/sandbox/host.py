@@ -74,7 +74,10 @@ class Host:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         self.disk = Disk.open(self.state)
-        os.chmod(self.disk.boxes, 0o711)
+        # Setuid files of a box's root lie here with uid 0, and only tier process passes through, each user into its own box.
+        for directory, mode in ((self.disk.layers, 0o700), (self.disk.tmp, 0o700), (self.disk.boxes, 0o711)):
+            os.chmod(directory, mode)
+        os.chmod(self.disk.root, 0o711)
         self.cgroups = Cgroups(self.state)
         self.gateway: Gateway | None = None
         self.spawner: Spawner | None = None
@@ -86,7 +89,7 @@ class Host:
             self.spawner = Spawner(self.state, self.disk.root, self.run)
             self.spawner.on_death = self.stopping.set
             self.gateway.refill()
-        self.snapshots = Snapshots(self.disk, self.layers, self.state / "store")
+        self.snapshots = Snapshots(self.disk, self.layers)
         self.zygote = Zygote(self.state) if self.root else None
         await self._adopt()
         while self.cgroups.refill():
@@ -158,10 +161,7 @@ class Host:
         """Make a box of this shape and start it."""
         secret_values = secret_values or {}
         blueprint = Blueprint.of(given | ({"secrets": list(secret_values)} if secret_values else {}))
-        if name is not None and (not isinstance(name, str) or not NAME.fullmatch(name)):
-            raise Invalid(f"name {name!r} is not lower-case letters, digits and hyphens, 41 at most")
-        if name in self.names:
-            raise Conflict(f"a box {name!r} exists already", hint=f"layer box kill {name}")
+        self._check_name(name)
         if self.stopping.is_set():
             raise Unavailable("the host is stopping")
         driver = await self.driver(blueprint.tier)
@@ -210,6 +210,12 @@ class Host:
         if warm and WARM and name is None and blueprint.tier == "namespace" and not blueprint.mounts:
             self._warm_up(blueprint, layers)
         return box
+
+    def _check_name(self, name: str | None) -> None:
+        if name is not None and (not isinstance(name, str) or not NAME.fullmatch(name)):
+            raise Invalid(f"name {name!r} is not lower-case letters, digits and hyphens, 41 at most")
+        if name in self.names:
+            raise Conflict(f"a box {name!r} exists already", hint=f"layer box kill {name}")
 
     async def _layers(self, blueprint: Blueprint, snapshot: str | None, say: Callable[[str], None]) -> tuple[str, ...]:
         if blueprint.tier == "process":
@@ -357,7 +363,7 @@ class Host:
     async def _remove_later(self, directories: dict[str, Path]) -> None:
         for delay in (0.001, 0.005, 0.02, 0.1, 0.5, 2):
             await asyncio.sleep(delay)
-            if all([remove_cgroup(directory) for directory in dict.fromkeys(directories.values())]):
+            if [remove_cgroup(directory) for directory in dict.fromkeys(directories.values())].count(False) == 0:
                 return
 
     def _expire(self, box: Box) -> None:
@@ -521,9 +527,12 @@ class Host:
         async with box.lock:
             sealed = await self._seal(box)
         try:
-            taken = await asyncio.to_thread(self.snapshots.take, sealed, box.spec.root.layers, box.blueprint.tier)
-        finally:
+            taken = await asyncio.to_thread(
+                self.snapshots.snapshot, sealed, box.spec.root.layers, tier=box.blueprint.tier, parent=box.snapshot
+            )
+        except BaseException:
             self.disk.destroy(sealed)
+            raise
         box.trace.add("snapshot", snapshot=taken.id)
         return {"id": taken.id, "size": taken.size, "created": taken.created, "parent": taken.parent, "memory": False}
 
@@ -550,10 +559,27 @@ class Host:
         """`count` boxes that begin where this one is; it goes on unharmed."""
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
             raise Invalid(f"fork count {count!r} is not between 1 and 1000")
+        if names and len(names) != count:
+            raise Invalid(f"{count} forks can't have {len(names)} names")
+        names = names or [None] * count
+        for name in names:
+            self._check_name(name)
+        if len({*names} - {None}) != sum(name is not None for name in names):
+            raise Invalid("two forks can't have one name")
+        taken = [name for name in names if name is not None]
+        self.names.update(dict.fromkeys(taken, ""))  # from now on
+        try:
+            return await self._fork(box, owner, names)
+        finally:
+            for name in taken:
+                if not self.names.get(name):
+                    self.names.pop(name, None)
+
+    async def _fork(self, box: Box, owner: str | None, names: Sequence[str | None]) -> list[Box]:
         driver = box.driver
         async with box.lock:
             if driver.capabilities.fork_memory and box.guest is not None and box.state == "running":
-                return await self._fork_memory(box, count, owner)
+                return await self._fork_memory(box, owner, names)
             frozen = self.disk.tmp / f"fork-{secrets.token_hex(8)}"
             with self._still(box):
                 self.disk.snapshot(box.spec.root.upper, frozen)
@@ -562,8 +588,8 @@ class Host:
             (frozen / "w").mkdir(mode=0o700)
             forks = await asyncio.gather(
                 *(
-                    self._start(box.blueprint, driver, box.spec.root.layers, owner=owner, upper_from=frozen)
-                    for _ in range(count)
+                    self._start(box.blueprint, driver, box.spec.root.layers, name=name, owner=owner, upper_from=frozen)
+                    for name in names
                 ),
                 return_exceptions=True,
             )
@@ -571,8 +597,8 @@ class Host:
             self.disk.destroy(frozen)
         return await self._forked(box, forks)
 
-    async def _fork_memory(self, box: Box, count: int, owner: str | None) -> list[Box]:
-        children = [self._prepare(box.blueprint, box.driver, box.spec.root.layers, None, owner) for _ in range(count)]
+    async def _fork_memory(self, box: Box, owner: str | None, names: Sequence[str | None]) -> list[Box]:
+        children = [self._prepare(box.blueprint, box.driver, box.spec.root.layers, name, owner) for name in names]
         try:
             for child in children:
                 await self._connect(child)
@@ -603,6 +629,7 @@ class Host:
             if child.network and self.gateway:
                 await self.gateway.open(child.id, child.network, box.blueprint.egress, box.secrets, None, None)
             child.trace.add("create", tier=child.blueprint.tier, parent=box.id)
+            child.save(self.records)
         box.trace.add("fork", children=[child.id for child in children])
         return children
 

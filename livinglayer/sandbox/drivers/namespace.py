@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...errors import Invalid, NotFound, Unavailable
 from ..agent import Agent
+from ..blueprint import Tier
 from ..driver import Capabilities, Guest, Spec
 from ..mounts import clone, make_read_only
 from ..native import build
@@ -54,8 +55,8 @@ class Spawner:
                 data, ancillary = b"", []
             if not data:
                 self._loop.remove_reader(self._socket.fileno())
-                for answer in self._answers.values():
-                    answer.set_exception(Unavailable("the spawner has died", hint="the host starts anew; try again"))
+                for pending in self._answers.values():
+                    pending.set_exception(Unavailable("the spawner has died", hint="the host starts anew; try again"))
                 self._answers.clear()
                 return self.on_death()
             fds = [fd for _, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])]
@@ -66,7 +67,7 @@ class Spawner:
                     gone(value)
             elif op == HELD:
                 self._held.setdefault(serial, []).append((name, value, base, fds))
-            elif answer := self._answers.pop(serial, None):
+            elif (answer := self._answers.pop(serial, None)) is not None:
                 if value < 0:
                     answer.set_exception(
                         Unavailable(f"the spawner refused: {name}: {os.strerror(-value)}", hint="layer doctor")
@@ -251,7 +252,7 @@ class NamespaceGuest:
 class NamespaceDriver:
     """Boxes by the spawner."""
 
-    tier = "namespace"
+    tier: Tier = "namespace"
     capabilities = Capabilities("shares the host's kernel; everything else is its own", live_fork=True, zygote=True)
 
     def __init__(self, spawner: Spawner) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...errors import Invalid
 from ..agent import Agent
+from ..blueprint import Tier
 from ..driver import Capabilities, Guest, Spec
 from ..native import build
 
@@ -73,7 +74,7 @@ def descendants(pid: int) -> list[int]:
 class ProcessDriver:
     """Plain processes with limits."""
 
-    tier = "process"
+    tier: Tier = "process"
     capabilities = Capabilities(
         "no wall: the host's files and network are within its reach, as far as its user's rights go",
         live_fork=True,
