@@ -66,8 +66,7 @@ class Blueprint:
     ports: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.tier not in TIERS:
-            raise Invalid(f"tier {self.tier!r} does not exist", hint="one of " + ", ".join(TIERS))
+        check_tier(self.tier)
         for name, low, high in (
             ("pids", 4, 1 << 20),
             ("cpu", 0.01, 1024),
@@ -130,6 +129,12 @@ class Blueprint:
             "env": dict(self.env),
             "egress": [rule if isinstance(rule, str) else dict(rule) for rule in self.egress],
         }
+
+
+def check_tier(tier: object) -> None:
+    """Refuses what is not a tier."""
+    if tier not in TIERS:
+        raise Invalid(f"tier {tier!r} does not exist", hint="one of " + ", ".join(TIERS))
 
 
 def check_variable(key: object, text: object) -> None:

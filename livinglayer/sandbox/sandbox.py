@@ -521,6 +521,11 @@ class AsyncSandbox:
         client = cls._client_of()
         return [cls(client, found) for found in await client.call({"do": "list"})]
 
+    @classmethod
+    async def capabilities(cls, tier: str) -> dict[str, Any]:
+        """What boxes of a tier can do on this host; Unavailable, with what to install, when it does not work here."""
+        return await cls._client_of().call({"do": "capabilities", "tier": tier})
+
     async def _do(self, verb: str, **more: Any) -> Any:
         return await self._client.call({"do": verb, "box": self.id, **more})
 

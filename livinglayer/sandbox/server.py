@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import Conflict, Invalid, LayerError, TimedOut, Unavailable
 from .agent import Writing, failure
-from .blueprint import check_port, check_variable
+from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
 from .commands import Command, encode_exec, exec_flags
 from .host import Host
@@ -667,6 +667,14 @@ async def create(connection: Connection, request: dict[str, Any]) -> dict[str, A
     if connection.gone and box.name is None:
         await host.kill(box)
     return box.describe()
+
+
+@verb("capabilities")
+async def capabilities(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """What a tier can do here; Unavailable when it does not work."""
+    check_tier(request["tier"])
+    found = asdict((await connection.host.driver(request["tier"])).capabilities)
+    return found | {"limits": sorted(found["limits"])}
 
 
 @verb("get")
