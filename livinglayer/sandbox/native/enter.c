@@ -52,15 +52,19 @@ static int set_attributes(int mount_fd, uint64_t attributes, int user) {
 
 static int write_fd(int fd, const char *text, size_t length) { return write(fd, text, length) == (ssize_t)length ? 0 : -1; }
 
-// Overlay keeps the credentials of its mounter for work on the upper directory: they must be ids that its idmapped mount knows.
-static int act_as(uint32_t id) {
+static int raise_powers(void) {
     struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
     struct __user_cap_data_struct data[2];
     if (syscall(SYS_capget, &header, data)) return -1;
+    for (int i = 0; i < 2; i++) data[i].effective = data[i].permitted;
+    return syscall(SYS_capset, &header, data);
+}
+
+// Overlay keeps the credentials of its mounter for work on the upper directory: they must be ids that its idmapped mount knows.
+static int act_as(uint32_t id) {
     syscall(SYS_setfsgid, id);
     syscall(SYS_setfsuid, id);
-    for (int i = 0; i < 2; i++) data[i].effective = data[i].permitted; // leaving fsuid 0 drops the file capabilities
-    return syscall(SYS_capset, &header, data);
+    return raise_powers(); // leaving fsuid 0 drops the file capabilities
 }
 
 static int layer_mount(const struct box *box, const char *name) {
@@ -71,6 +75,12 @@ static int layer_mount(const struct box *box, const char *name) {
     if (fd >= 0 && set_attributes(fd, MOUNT_ATTR_IDMAP | MOUNT_ATTR_RDONLY, box->user)) return close(fd), -1;
     return fd;
 }
+
+#ifndef WITHOUT_NOSUID
+#define ROOT_ATTRIBUTES (MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID)
+#else
+#define ROOT_ATTRIBUTES 0
+#endif
 
 int box_root(const struct box *box, const char **step) {
     char path[512], options[LAYERS_MAX * 8 + 64];
@@ -124,7 +134,7 @@ int box_root(const struct box *box, const char **step) {
     STEP("overlay create");
     if (made) return -1;
     int root;
-    TRY("overlay mount", root = make_mount(fs, MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID));
+    TRY("overlay mount", root = make_mount(fs, ROOT_ATTRIBUTES));
     close(fs);
     close(upper);
     while (opened) close(layers[--opened]);
@@ -142,6 +152,32 @@ static int attach(int mount_fd, const char *path, bool ours) {
     return errno = error, failed;
 }
 
+// Makes the directories of a path in the box's root that are not there yet, owned by the box's root; links in it lead nowhere but inside.
+static int make_directories(const struct box *box, const char *path) {
+    struct open_how how = {.flags = O_PATH | O_DIRECTORY | O_CLOEXEC, .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS};
+    char part[4096];
+    size_t length = strlen(path);
+    if (length >= sizeof part) return errno = ENAMETOOLONG, -1;
+    int failed = act_as(box->base), error;
+    int above = failed ? -1 : open(".", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    for (size_t i = 0; above >= 0 && i < length;) {
+        size_t start = i + strspn(path + i, "/"), end = start + strcspn(path + start, "/");
+        memcpy(part, path, end);
+        part[end] = 0;
+        int next = syscall(SYS_openat2, AT_FDCWD, part, &how, sizeof how);
+        if (next < 0 && errno == ENOENT && !mkdirat(above, part + start, 0755)) next = syscall(SYS_openat2, AT_FDCWD, part, &how, sizeof how);
+        error = errno;
+        close(above);
+        errno = error;
+        above = next;
+        i = end;
+    }
+    failed = above < 0, error = errno;
+    if (above >= 0) close(above);
+    if (act_as(0)) return -1;
+    return failed ? (errno = error, -1) : 0;
+}
+
 static int mount_at(const char *type, const char *const *options, unsigned attributes, const char *path) {
     int fs = open_fs(type);
     if (fs < 0) return -1;
@@ -154,10 +190,26 @@ static int mount_at(const char *type, const char *const *options, unsigned attri
     return failed ? (errno = error, -1) : 0;
 }
 
+// What procfs tells of the host rather than of the box: its kernel's arguments, its disks, its interrupts, its locks, keys of other boxes that had
+// the same ids. (The rest that tells something asks for rights over the host, which no box has.)
+static const char *const masked[] = {"proc/cmdline", "proc/keys", "proc/partitions", "proc/diskstats", "proc/interrupts", "proc/locks"};
+
+static int mask_proc(void) {
+    for (size_t i = 0; i < sizeof masked / sizeof *masked; i++) {
+        int empty = clone_tree(AT_FDCWD, "/empty", 0);
+        if (empty < 0) return -1;
+        int failed = move(empty, AT_FDCWD, masked[i]) && errno != ENOENT, error = errno; // a kernel may be built without one
+        close(empty);
+        if (failed) return errno = error, -1;
+    }
+    return 0;
+}
+
 // What root inside the box keeps, within its own user namespace: enough for apt, su and servers on low ports.
 static const int kept[] = {CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_SETUID, CAP_SETGID, CAP_KILL, CAP_NET_BIND_SERVICE};
 
 static int give_up_powers(void) {
+#ifndef WITHOUT_CAPS
     struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
     struct __user_cap_data_struct data[2] = {{0}};
     uint64_t mask = 0;
@@ -167,11 +219,29 @@ static int give_up_powers(void) {
     data[0].effective = data[0].permitted = mask;
     data[1].effective = data[1].permitted = mask >> 32;
     if (syscall(SYS_capset, &header, data)) return -1;
+#endif
+#ifndef WITHOUT_NO_NEW_PRIVS
     return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+#else
+    return 0;
+#endif
+}
+
+// The session keyring of whoever started the host came with us, with the right to read it (trap 2): a new one takes its place.
+static int leave_keyring(void) {
+#ifndef WITHOUT_KEYRING
+    if (syscall(SYS_keyctl, 1 /* KEYCTL_JOIN_SESSION_KEYRING */, NULL) < 0 && errno != ENOSYS && errno != EDQUOT) return -1;
+#endif
+    return 0;
 }
 
 static void set_limits(void) {
-    setrlimit(RLIMIT_NOFILE, &(struct rlimit){4096, 65536});
+    struct rlimit files;
+    if (!getrlimit(RLIMIT_NOFILE, &files)) { // a box may only lower what the host has: asking for more would set nothing at all
+        if (files.rlim_max > 65536) files.rlim_max = 65536;
+        files.rlim_cur = files.rlim_max < 4096 ? files.rlim_max : 4096;
+        setrlimit(RLIMIT_NOFILE, &files);
+    }
     setrlimit(RLIMIT_CORE, &(struct rlimit){0, 0});
     setrlimit(RLIMIT_MEMLOCK, &(struct rlimit){65536, 65536});
     setrlimit(RLIMIT_MSGQUEUE, &(struct rlimit){819200, 819200});
@@ -181,8 +251,12 @@ static void set_limits(void) {
 int box_enter(const struct box *box, const char **step) {
     // Attach first: a cgroup namespace made before would show the host's path (trap 8).
     for (int i = 0; i < box->task_count; i++) TRY("cgroup", write_fd(box->tasks[i], "0", 1));
+#ifndef WITHOUT_CGROUPNS
     TRY("cgroup namespace", unshare(CLONE_NEWCGROUP));
+#endif
+#ifndef WITHOUT_NETNS
     if (box->network >= 0) TRY("network namespace", setns(box->network, CLONE_NEWNET));
+#endif
 
     int root;
     if ((root = box_root(box, step)) < 0) return -1;
@@ -190,6 +264,9 @@ int box_enter(const struct box *box, const char **step) {
     TRY("chdir", fchdir(root));
     const unsigned hard = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC;
     TRY("proc", mount_at("proc", NULL, hard, "proc"));
+#ifndef WITHOUT_PROC_MASK
+    TRY("proc mask", mask_proc());
+#endif
     int dev;
     TRY("dev", dev = clone_tree(AT_FDCWD, "/dev", 0));
     TRY("dev mount", attach(dev, "dev", true));
@@ -198,21 +275,31 @@ int box_enter(const struct box *box, const char **step) {
     char bytes[32];
     snprintf(bytes, sizeof bytes, "%llu", (unsigned long long)box->shm_bytes);
     TRY("shm", mount_at("tmpfs", (const char *[]){"size", bytes, "mode", "1777", "nr_inodes", "65536", NULL}, hard & ~MOUNT_ATTR_NOEXEC, "dev/shm"));
+    for (int i = 0; i < box->mount_count; i++) TRY(box->mounts[i].path, make_directories(box, box->mounts[i].path));
     for (int i = 0; i < box->mount_count; i++) TRY(box->mounts[i].path, attach(box->mounts[i].fd, box->mounts[i].path, false));
+#ifndef WITHOUT_CHROOT
     TRY("chroot", chroot("."));
+#endif
     TRY("chdir /", chdir("/"));
     close(root);
     TRY("hostname", sethostname(box->name, strlen(box->name)));
 
+#ifndef WITHOUT_USERNS
     TRY("user namespace", setns(box->user, CLONE_NEWUSER));
+#endif
+    TRY("keyring", leave_keyring());
     TRY("groups", syscall(SYS_setgroups, 0, NULL));
     TRY("gid", syscall(SYS_setresgid, 0, 0, 0));
     TRY("uid", syscall(SYS_setresuid, 0, 0, 0));
     set_limits();
     TRY("die with the spawner", prctl(PR_SET_PDEATHSIG, SIGKILL)); // after the last change of identity, which clears it
+#ifndef WITHOUT_UNDUMPABLE
     TRY("no dump", prctl(PR_SET_DUMPABLE, 0));
+#endif
     TRY("capabilities", give_up_powers());
+#ifndef WITHOUT_SECCOMP
     if (box->filter) TRY("seccomp", syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, box->filter));
+#endif
     return 0;
 }
 
@@ -222,6 +309,7 @@ int box_join(int pidfd, int root, const int *tasks, int task_count, uint32_t uid
     TRY("root", fchdir(root));
     TRY("chroot", chroot("."));
     TRY("user namespace", setns(pidfd, CLONE_NEWUSER));
+    TRY("keyring", leave_keyring());
     TRY("groups", syscall(SYS_setgroups, 0, NULL));
     TRY("gid", syscall(SYS_setresgid, gid, gid, gid));
     set_limits();
@@ -244,6 +332,9 @@ int make_user_namespace(uint32_t base) {
     if (pipe2(ready, O_CLOEXEC)) return -1;
     pid_t holder = fork();
     if (holder == 0) {
+        // The kernel counts what the namespace uses (inotify, namespaces) against its maker: root as the maker would let one box use up root's share.
+        prctl(PR_SET_KEEPCAPS, 1);
+        if (syscall(SYS_setresgid, base, base, base) || syscall(SYS_setresuid, base, base, base) || raise_powers()) _exit(1);
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (unshare(CLONE_NEWUSER) || write(ready[1], "", 1) != 1) _exit(1);
         for (;;) pause();
@@ -306,6 +397,8 @@ int enter_empty_root(const char *state) {
         snprintf(path, sizeof path, "m/%d", i);
         if (mkdir(path, 0755)) return -1;
     }
+    int empty = open("empty", O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0444);
+    if (empty < 0 || close(empty)) return -1;
     if (set_attributes(host, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, -1)) return -1;
     if (move(disk, AT_FDCWD, "state") || move(host, AT_FDCWD, "host") || move(proc, AT_FDCWD, "proc")) return -1;
     if (syscall(SYS_pivot_root, ".", ".") || umount2(".", DETACH) || chdir("/")) return -1;

@@ -23,6 +23,15 @@
 #include <unistd.h>
 
 #define LISTENER 3
+#if defined WITHOUT_PIDNS
+#define NEW_NAMESPACES (CLONE_NEWIPC | CLONE_NEWUTS)
+#elif defined WITHOUT_IPCNS
+#define NEW_NAMESPACES (CLONE_NEWPID | CLONE_NEWUTS)
+#elif defined WITHOUT_UTSNS
+#define NEW_NAMESPACES (CLONE_NEWPID | CLONE_NEWIPC)
+#else
+#define NEW_NAMESPACES (CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS)
+#endif
 #define MESSAGE_MAX 32768
 #define FDS_MAX 128
 #define HOLD_MAX 16
@@ -143,7 +152,11 @@ static __attribute__((noreturn)) void be_box(struct box *box, int control) {
     }
     // Nothing of the spawner's stays open in the box: not its listener, not other boxes' fds (trap 3).
     if (dup3(control, 3, O_CLOEXEC) < 0 && control != 3) _exit(112);
+    int null = open("/dev/null", O_RDWR | O_CLOEXEC); // the spawner's own is a file of the host's, and so is its log
+    if (null < 0 || dup2(null, 0) < 0 || dup2(null, 1) < 0 || dup2(null, 2) < 0) _exit(113);
+#ifndef WITHOUT_CLOSING
     syscall(SYS_close_range, 4, ~0U, 0);
+#endif
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
@@ -204,7 +217,7 @@ static void spawn(const struct head *head, const char *at, const char *end, int 
         return;
     }
     int pidfd = -1;
-    struct clone_args arguments = {.flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_PIDFD,
+    struct clone_args arguments = {.flags = CLONE_NEWNS | NEW_NAMESPACES | CLONE_PIDFD,
                                    .pidfd = (uintptr_t)&pidfd, .exit_signal = SIGCHLD};
     pid_t pid = syscall(SYS_clone3, &arguments, sizeof arguments);
     if (pid == 0) be_box(&box, control);
