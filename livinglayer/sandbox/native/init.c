@@ -121,45 +121,9 @@ static void network(void) {
     close(fd);
 }
 
-static void set_mac(const char *text) {
-    unsigned byte[6];
-    if (sscanf(text, "%x:%x:%x:%x:%x:%x", byte, byte + 1, byte + 2, byte + 3, byte + 4, byte + 5) != 6) return;
-    struct ifreq request = {.ifr_name = "eth0", .ifr_hwaddr.sa_family = 1 /* ARPHRD_ETHER */};
-    for (int i = 0; i < 6; i++) request.ifr_hwaddr.sa_data[i] = byte[i];
-    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    ioctl(fd, SIOCSIFHWADDR, &request);
-    close(fd);
-}
-
-// ---- identity: restored twins must differ, and know what time it is ----
-
 static void set_time(const char *nanoseconds) {
     long long now = atoll(nanoseconds);
     clock_settime(CLOCK_REALTIME, &(struct timespec){now / 1000000000, now % 1000000000});
-}
-
-static void set_seed(const char *hex) {
-    struct {
-        int bits, size;
-        unsigned char bytes[64];
-    } entropy = {0};
-    unsigned value;
-    for (; entropy.size < 64 && sscanf(hex + 2 * entropy.size, "%2x", &value) == 1; entropy.size++) entropy.bytes[entropy.size] = value;
-    entropy.bits = entropy.size * 8;
-    int fd = open("/dev/urandom", O_WRONLY | O_CLOEXEC);
-    if (fd < 0) return;
-    ioctl(fd, _IOW('R', 0x03, int[2]) /* RNDADDENTROPY */, &entropy);
-    ioctl(fd, _IO('R', 0x07) /* RNDRESEEDCRNG */);
-    close(fd);
-}
-
-static void set_hostname(const char *name) {
-    char text[512];
-    if (sethostname(name, strlen(name))) return;
-    snprintf(text, sizeof text, "%s\n", name);
-    write_file("/own/hostname", text);
-    snprintf(text, sizeof text, "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 %s\n", name);
-    write_file("/own/hosts", text);
 }
 
 // ---- the box's root ----
@@ -190,14 +154,6 @@ static bool limit(const char *name, const char *value) {
     return write_file(path, value) || fail("limit %s", name);
 }
 
-static bool resize(const char *bytes) { // the disk begins small and is never made smaller
-    int fd = open("/upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    uint64_t blocks = strtoull(bytes, NULL, 10) / 4096;
-    bool well = fd >= 0 && !ioctl(fd, _IOW('f', 16, uint64_t) /* EXT4_IOC_RESIZE_FS */, &blocks);
-    if (fd >= 0) close(fd);
-    return well || fail("size of the disk");
-}
-
 static bool make_root(int layers) {
     char lower[LAYERS * 16 + 64] = "lowerdir=", device[16], path[16], options[LAYERS * 16 + 160];
     // The disk's inode tables are zero already: no thread need write them.
@@ -221,7 +177,7 @@ static bool make_root(int layers) {
     static const char *const links[][2] = {{"/proc/self/fd", "/box/dev/fd"}, {"fd/0", "/box/dev/stdin"}, {"fd/1", "/box/dev/stdout"}, {"fd/2", "/box/dev/stderr"}};
     for (int i = 0; i < 4; i++)
         if (symlink(links[i][0], links[i][1])) {}
-    cover("hostname"), cover("hosts"), cover("machine-id"), cover("resolv.conf");
+    cover("hostname"), cover("hosts"), cover("resolv.conf");
     return true;
 }
 
@@ -327,28 +283,24 @@ static bool export(void) {
 
 static bool obey(char *line, int go) {
     char *verb = strsep(&line, " "), *word;
-    const char *pids = NULL, *memory = NULL, *disk = NULL;
+    const char *pids = NULL, *memory = NULL;
     int layers = 0;
     while ((word = strsep(&line, " "))) {
         char *key = strsep(&word, "=");
         const char *value = word ? word : "";
         if (!strcmp(key, "time")) set_time(value);
-        else if (!strcmp(key, "seed")) set_seed(value);
-        else if (!strcmp(key, "hostname")) set_hostname(value);
-        else if (!strcmp(key, "mac")) set_mac(value);
-        else if (!strcmp(key, "machine")) write_file("/own/machine-id", value);
         else if (!strcmp(key, "layers")) layers = atoi(value);
         else if (!strcmp(key, "pids")) pids = value;
         else if (!strcmp(key, "memory")) memory = value;
-        else if (!strcmp(key, "disk")) disk = value;
         else return errno = EINVAL, fail("key %s", key);
     }
     bool start = !strcmp(verb, "start");
     if (!strcmp(verb, "export")) return export();
+    if (!strcmp(verb, "sync")) return sync(), true;
     if (!start && strcmp(verb, "refresh")) return errno = EINVAL, fail("verb %s", verb);
     if (layers < 0 || layers > LAYERS) return errno = EINVAL, fail("layers");
     if (start && !make_root(layers)) return false;
-    if ((disk && !resize(disk)) || (pids && !limit("pids.max", pids)) || (memory && !limit("memory.max", memory))) return false;
+    if ((pids && !limit("pids.max", pids)) || (memory && !limit("memory.max", memory))) return false;
     return !start || write(go, "g", 1) == 1 || fail("start");
 }
 
@@ -405,8 +357,8 @@ int main(void) {
     for (int tries = 0; access("/dev/vda", F_OK) && tries < 1000; tries++) usleep(2000);
     must(mount_at("/dev/vda", "/base", "erofs", MS_RDONLY, NULL), failure);
     must(mount_at("tmpfs", "/own", "tmpfs", 0, "size=64k,mode=755"), failure);
-    must(write_file("/own/resolv.conf", "nameserver 198.18.0.1\n") && write_file("/own/machine-id", "\n"), "/own");
-    set_hostname("box");
+    must(write_file("/own/resolv.conf", "nameserver 198.18.0.1\n") && write_file("/own/hostname", "box\n"), "/own");
+    must(write_file("/own/hosts", "127.0.0.1 localhost box\n::1 localhost\n") && !sethostname("box", 3), "/own");
     must(mount_at("cgroup2", "/cgroup", "cgroup2", 0, NULL), failure);
     must(write_file("/cgroup/cgroup.subtree_control", "+pids +memory") && !mkdir("/cgroup/box", 0755), "/cgroup");
     network();

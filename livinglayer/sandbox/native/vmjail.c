@@ -1,11 +1,12 @@
 // Starts a program (QEMU, its network) where a break-out finds nothing: no files but /usr, no network, no neighbours, no privileges.
-//   vmjail make              makes the namespaces, says "ready", keeps them until its stdin ends
+//   vmjail make              makes the namespaces, says "ready", reads lines +PID and -PID; when they end (the host is gone) it ends those still there
 //   vmjail run UID MNT NET IPC TASKS PROGRAM ARGUMENTS…   joins them (fds, -1: keep), then the cgroups (fds, comma), then becomes PROGRAM (an fd)
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -61,8 +62,17 @@ static int make(void) {
     must(syscall(SYS_pivot_root, ".", "."), "pivot_root");
     must(umount2(".", MNT_DETACH), "umount");
     must(write(1, "ready\n", 6), "write");
-    char rest;
-    while (read(0, &rest, 1) > 0) {}
+    for (int fd = 1; fd < 3; fd++) close(fd);
+    static pid_t guarded[65536];
+    int count = 0, pid;
+    char sign;
+    while (scanf(" %c%d", &sign, &pid) == 2) {
+        int at = 0;
+        while (at < count && guarded[at] != pid) at++;
+        if (sign == '-' && at < count) guarded[at] = guarded[--count];
+        else if (sign == '+' && at == count && count < 65536 && pid > 1) guarded[count++] = pid;
+    }
+    for (int at = 0; at < count; at++) kill(guarded[at], SIGKILL);
     return 0;
 }
 
