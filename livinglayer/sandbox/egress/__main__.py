@@ -40,6 +40,7 @@ def main() -> None:
     state = given.pop("state") or state_directory()
     # It holds secrets: no core dump, and no debugger of the same user.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    os.environ["LOCALDOMAIN"] = ""  # names are whole: the resolver appends none of the host's search domains
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.setswitchinterval(0.0005)  # a thread makes namespaces; requests should not wait for it

@@ -41,6 +41,7 @@ class Box:
         self.up = self.down = 0
         self.generation = 0  # of the rules; what was dialed under older ones is not used again
         self.open: set[Passage] = set()
+        self.idle: set[Callable[[], None]] = set()  # what ends connections to servers that no request is on
         self._buckets: dict[Rule, rules.Bucket] = {}
         self._untold = asyncio.Semaphore(limits.pending_events)
         self.replay = Replay(Path(replay)) if replay else None
@@ -58,6 +59,8 @@ class Box:
         self.generation += 1
         self._buckets = {rule: bucket for rule, bucket in self._buckets.items() if rule in self.rules}
         self._name_hosts()
+        for end in self.idle:
+            end()
         for passage in list(self.open):
             rule = rules.decide(self.rules, passage.ask)
             if rule is None or rule.action == "deny" or passage.rule is None or not rule.dials_like(passage.rule):

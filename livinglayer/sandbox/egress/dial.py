@@ -60,11 +60,9 @@ async def addresses(host: str, rule: Rule, seconds: float) -> list[Address]:
     elif (plain := literal(host)) is not None:
         found = [plain]
     else:
-        # The dot at the end keeps the host's search domains out of it.
-        name = host + "." if "." in host else host
         loop = asyncio.get_running_loop()
         asked = loop.run_in_executor(
-            _resolvers, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+            _resolvers, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
         )
         try:
             answer = await asyncio.wait_for(asked, seconds)

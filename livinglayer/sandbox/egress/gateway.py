@@ -21,7 +21,7 @@ from livinglayer.sandbox.egress.limits import Limits
 from livinglayer.sandbox.egress.netns import Pool
 from livinglayer.sandbox.egress.tls import Authority
 
-MESSAGE = 65536
+MESSAGE = 262144
 
 
 class Listening:

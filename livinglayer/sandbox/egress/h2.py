@@ -23,6 +23,7 @@ from livinglayer.sandbox.egress.record import Headers
 from livinglayer.sandbox.egress.streams import CHUNK, Streams
 
 _STREAM_WINDOW, _WINDOW = 256 << 10, 1 << 20
+_UNREAD = 4 << 20  # bytes for a side that does not read
 _RESETS = 200  # of streams a box may give up on one connection before it is ended
 
 
@@ -190,7 +191,10 @@ class Wire:
                 for event in happened:
                     self._note(event)
                     yield event
-                await self.flush()
+                # Not waiting here, else two sides that both write would wait for each other; but a side that only asks ends.
+                self.write()
+                if self.writer.transport.get_write_buffer_size() > _UNREAD:
+                    break
         except (OSError, ssl.SSLError, Gone):
             pass
         finally:

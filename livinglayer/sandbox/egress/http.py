@@ -36,6 +36,7 @@ _TARGET = re.compile(rb"[\x21-\x7e]+\Z")
 _TEXT = re.compile(
     rb"(?:text/|application/(?:[\w.+-]*json|x-www-form-urlencoded|[\w.+-]*xml|graphql)|multipart/form-data)"
 )
+_AT_ONCE = 8  # HTTP/1.1 connections to a server for the requests of one HTTP/2 connection
 _NO_PROXY = "the gateway is no proxy, and none is needed: connect to the host itself"
 _STATUS = {Denied: 403, LimitExceeded: 429, Invalid: 400, NotFound: 403, Unavailable: 502, TimedOut: 504}
 
@@ -109,6 +110,8 @@ class Site:
         self._dialed: set[Upstream] = set()
         self._shared: Upstream | None = None
         self._dialing = asyncio.Lock()
+        self._freed = asyncio.Event()
+        box.idle.add(self._end_idle)
 
     def agree(self, authorities: list[bytes]) -> str:
         """The host, if destination, SNI and every authority name the same one; Denied or Invalid otherwise."""
@@ -142,11 +145,16 @@ class Site:
                 if self._shared.usable and self._shared.generation == fresh:
                     return self._shared, True
                 self._shared = None
-            while self._idle:
-                upstream = self._idle.pop()
-                if upstream.usable and upstream.generation == fresh:
-                    return upstream, True
-                await self.drop(upstream)
+            while True:
+                while self._idle:
+                    upstream = self._idle.pop()
+                    if upstream.usable and upstream.generation == fresh:
+                        return upstream, True
+                    await self.drop(upstream)
+                if not multiplexed or len(self._dialed) < _AT_ONCE:
+                    break
+                self._freed.clear()
+                await self._freed.wait()
             limits = self.box.limits
             sock = await connect(host, self.port, rule, limits.connect_seconds)
             context = None
@@ -177,8 +185,9 @@ class Site:
         """Keep a connection for the next request, if it can be used again."""
         if upstream is self._shared:
             return
-        if upstream.usable and upstream.generation == self.box.generation and len(self._idle) < 8:
+        if upstream.usable and upstream.generation == self.box.generation:
             self._idle.append(upstream)
+            self._freed.set()
         else:
             await self.drop(upstream)
 
@@ -187,11 +196,19 @@ class Site:
         if upstream is not self._shared or not upstream.usable:
             upstream.close()
             self._dialed.discard(upstream)
+            self._freed.set()
             await upstream.settled()
             self._shared = None if upstream is self._shared else self._shared
 
+    def _end_idle(self) -> None:
+        while self._idle:
+            upstream = self._idle.pop()
+            upstream.close()
+            self._dialed.discard(upstream)
+
     def close(self) -> None:
-        for upstream in [*self._dialed]:
+        self.box.idle.discard(self._end_idle)
+        for upstream in self._dialed:
             upstream.close()
 
 
@@ -298,7 +315,7 @@ class Exchange:
             upstream, used = await self.site.upstream(rule, host, request.protocol == "h2" and not upgrade)
             try:
                 response = await upstream.ask(
-                    request.method, self.site.scheme, authority, path + query, headers, length, body, request.trailers,
+                    request.method, self.site.scheme, authority, path + query, headers, length, body, [],
                     upgrade,
                 )  # fmt: skip
                 break
@@ -413,7 +430,7 @@ class Exchange:
             for part in decode(data) if decode is not None else (data,):
                 await pass_on(redactor.feed(part))
         await pass_on(redactor.end())
-        trailers = self._hidden(response.trailers)
+        trailers = self._hidden([(name, value) for name, value in response.trailers if name not in _OWN])
         await self.reply.end(trailers)
         if recording and recorder:
             recorder.end(recording, (*asked, self.digest.hexdigest()), response.status, headers, trailers)

@@ -13,9 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote, quote_plus
 
-from livinglayer.errors import Invalid
+from livinglayer.errors import Invalid, LimitExceeded
 
 PREFIX = "LAYER_SECRET_"
+MOST = 8 << 20  # bytes that placeholders of one text may become
+CREDENTIALS = 100  # different Basic credentials a box may make
 SHORTEST = 4  # a shorter value would be found, and replaced, in innocent text
 Escape = Callable[[str], bytes]
 
@@ -67,6 +69,9 @@ class Secrets:
         self._values = dict(values)
         found = "|".join(sorted(map(re.escape, values), key=len, reverse=True))
         self._placeholder = re.compile(f"{PREFIX}({found})".encode()) if values else None
+        self._longest = max((len(value.encode()) for value in values.values()), default=0)
+        self._redaction: re.Pattern[bytes] | None = None
+        self._credentials = 0
         self._forms: dict[bytes, bytes] = {}
         for name, value in values.items():
             placeholder = (PREFIX + name).encode()
@@ -100,6 +105,8 @@ class Secrets:
             used.swapped.add(name)
             return escape(self._values[name])
 
+        if text.count(PREFIX.encode()) * self._longest * 3 > MOST:  # escaped, a value can be three times as long
+            raise LimitExceeded("the request has too many placeholders")
         return self._placeholder.sub(value, text)
 
     def swap_header(self, name: bytes, value: bytes, allowed: Collection[str], used: Used) -> bytes:
@@ -114,7 +121,12 @@ class Secrets:
             if swapped == credential:
                 return value
             coded = base64.b64encode(swapped)
-            self._forms[coded] = rest.strip()  # a server that repeats the credential must not reveal it
+            if coded not in self._forms:  # a server that repeats the credential must not reveal it
+                if self._credentials >= CREDENTIALS:
+                    raise LimitExceeded(f"more than {CREDENTIALS} different credentials with secrets")
+                self._credentials += 1
+                self._forms[coded] = rest.strip()
+                self._redaction = None
             return scheme + b" " + coded
         return self.swap(value, allowed, in_header, used)
 
@@ -129,9 +141,10 @@ class Secrets:
 
     def redactor(self, same_length: bool = False) -> Redactor:
         """For a stream; same_length keeps every byte in its place, with asterisks."""
-        if same_length:
-            return Redactor({form: b"*" * len(form) for form in self._forms})
-        return Redactor(dict(self._forms))
+        if self._redaction is None and self._forms:
+            ordered = sorted(self._forms, key=len, reverse=True)
+            self._redaction = re.compile(b"|".join(map(re.escape, ordered)))
+        return Redactor(self._forms, self._redaction, same_length)
 
     def scanner(self, used: Used) -> Scanner:
         """Looks for placeholders in a stream that goes out as it is."""
@@ -153,11 +166,12 @@ class Scanner:
 class Redactor:
     """Replaces forms in a stream, also when a border of chunks runs through one; holds back only what could begin one."""
 
-    def __init__(self, forms: Mapping[bytes, bytes]) -> None:
-        self._forms = dict(forms)
-        ordered = sorted(self._forms, key=len, reverse=True)
-        self._any = re.compile(b"|".join(map(re.escape, ordered))) if ordered else None
+    def __init__(self, forms: Mapping[bytes, bytes], any_: re.Pattern[bytes] | None, same_length: bool) -> None:
+        self._forms, self._any, self._same_length = forms, any_, same_length
         self._held = b""
+
+    def _other(self, found: bytes) -> bytes:
+        return b"*" * len(found) if self._same_length else self._forms[found]
 
     def __repr__(self) -> str:
         return "Redactor()"
@@ -172,7 +186,7 @@ class Redactor:
         for found in self._any.finditer(data):
             if found.start() >= len(data) - keep:
                 break  # it could be the beginning of a longer one
-            out += [data[at : found.start()], self._forms[found[0]]]
+            out += [data[at : found.start()], self._other(found[0])]
             at = found.end()
         cut = max(at, len(data) - keep)
         out.append(data[at:cut])
@@ -182,7 +196,7 @@ class Redactor:
     def end(self) -> bytes:
         """What was held back, at the end of the stream."""
         held, self._held = self._held, b""
-        return self._any.sub(lambda found: self._forms[found[0]], held) if self._any else held
+        return self._any.sub(lambda found: self._other(found[0]), held) if self._any else held
 
     def _begun(self, data: bytes) -> int:
         """Length of the longest end of data that could be the beginning of a form."""

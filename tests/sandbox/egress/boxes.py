@@ -33,7 +33,9 @@ os.execvp(argv[0], argv)
 class Gateway:
     """The host's end of a gateway process."""
 
-    def __init__(self, state: Path, *options: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, state: Path, *options: str, env: dict[str, str] | None = None, hosts: Path | None = None
+    ) -> None:
         self.state = state
         self.events: list[dict[str, Any]] = []
         self.raw = b""  # everything the gateway ever said
@@ -44,8 +46,10 @@ class Gateway:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = ours
         self.log = open(state / "gateway.log", "ab")
+        start = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(hosts)] if hosts else []
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "default", "-m", "livinglayer.sandbox.egress", str(theirs.fileno()), "--state", str(state), *options],
+            [
+                *start,sys.executable, "-W", "default", "-m", "livinglayer.sandbox.egress", str(theirs.fileno()), "--state", str(state), *options],
             pass_fds=[theirs.fileno()], cwd=ROOT, stdout=self.log, stderr=self.log, env=os.environ | (env or {}),
         )  # fmt: skip
         theirs.close()

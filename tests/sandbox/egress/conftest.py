@@ -45,8 +45,10 @@ def own_gateway(tmp_path: Path, servers: Any) -> Iterator[Callable[..., Gateway]
     """Gateways of a test's own, to be killed and configured."""
     made: list[Gateway] = []
 
-    def make(*options: str, state: Path | None = None) -> Gateway:
-        made.append(Gateway(state or tmp_path, "--pool", "1", *options, env={"SSL_CERT_FILE": str(servers.ca)}))
+    def make(*options: str, state: Path | None = None, hosts: Path | None = None) -> Gateway:
+        made.append(
+            Gateway(state or tmp_path, "--pool", "1", *options, env={"SSL_CERT_FILE": str(servers.ca)}, hosts=hosts)
+        )
         return made[-1]
 
     yield make

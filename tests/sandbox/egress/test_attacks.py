@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,9 +50,9 @@ def decoy() -> Iterator[Decoy]:
 RAW = """
 import socket, sys
 s = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=8)
-s.sendall(sys.stdin.buffer.read())
 out = b""
 try:
+    s.sendall(sys.stdin.buffer.read())
     while data := s.recv(65536): out += data
 except OSError as e: out += type(e).__name__.encode()
 sys.stdout.buffer.write(out)
@@ -153,6 +154,21 @@ def test_names_of_internal_addresses(make_box: MakeBox, decoy: Decoy) -> None:
     assert box.curl("https://localhost.test/")[0] == 0
     assert raw(box, "x", "raw.test", decoy.port) == "ConnectionResetError"
     assert "loopback" in box.events(protocol="tcp")[0]["reason"]
+
+
+def test_names_the_resolver_knows(own_gateway: Callable[..., Gateway], servers: Servers, tmp_path: Path) -> None:
+    """By the host's own resolver: what it answers is judged, not what the name looks like."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text(
+        "127.0.0.1 inner.test\n169.254.169.254 meta.test\n::1 six.test\n::ffff:10.0.0.1 mapped.test\n127.0.0.1 ok.test\n"
+    )
+    box = Box(own_gateway(hosts=hosts), ["*.test", {"host": "ok.test", "port": servers.http, "private": True}])
+    for name in ("inner.test", "meta.test", "six.test", "mapped.test"):
+        status, text = box.curl(f"http://{name}/")
+        assert status in (403, 502) and ("refused" in text or "does not resolve" in text), text
+    assert box.curl(f"http://inner.test:{servers.http}/")[0] == 403
+    assert box.curl(f"http://ok.test:{servers.http}/x") == (200, "GET /x")
+    box.drop()
 
 
 def test_a_decoy_on_the_metadata_address(make_box: MakeBox) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from livinglayer.errors import Invalid
+from livinglayer.errors import Invalid, LimitExceeded
 from livinglayer.sandbox.egress import secrets
 from livinglayer.sandbox.egress.secrets import Secrets, Used
 
@@ -98,3 +98,14 @@ def test_a_scanner_notes_what_leaves() -> None:
     for part in (b"xLAYER_", b"SECRET", b"_A"):
         scanner.feed(part)
     assert used.kept == {"A"}
+
+
+def test_few_bytes_do_not_become_many() -> None:
+    known = Secrets({"A": "x" * 5000})
+    with pytest.raises(LimitExceeded):
+        known.swap(b"LAYER_SECRET_A" * 5000, {"A"}, secrets.plain, Used())
+    with pytest.raises(LimitExceeded):
+        for number in range(200):
+            known.swap_header(
+                b"authorization", b"Basic " + base64.b64encode(b"%d:LAYER_SECRET_A" % number), {"A"}, Used()
+            )
