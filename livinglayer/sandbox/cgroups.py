@@ -105,6 +105,8 @@ class Cgroup:
             names = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
             for name in names if shrinking else names[::-1]:
                 self._write("memory", name, str(memory))
+            # v1 counts what waits in sockets apart, and not at all unless it is limited: half a gigabyte through loopback otherwise
+            self._write("memory", "memory.kmem.tcp.limit_in_bytes", str(max(memory // 4, 8 << 20)))
             self._write("pids", "pids.max", str(pids))
             self._write("cpu", "cpu.cfs_quota_us", str(quota))
 
