@@ -8,12 +8,13 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from ...errors import Invalid
+from ...errors import Invalid, LimitExceeded
 from ..agent import Agent
 from ..blueprint import Tier
 from ..driver import Capabilities, Guest, Spec
@@ -71,6 +72,39 @@ def descendants(pid: int) -> list[int]:
     return found[::-1]
 
 
+def hand_over(root: Path, user: int | None) -> None:
+    """Make a box's directory ready for `user`. An earlier run of the box may have planted links in it: none is followed."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.ExitStack() as opened:
+
+        def open_(name: str, at: int | None) -> int:
+            if at is not None:
+                if os.path.lexists(f"/proc/self/fd/{at}/{name}") and not stat.S_ISDIR(
+                    os.lstat(name, dir_fd=at).st_mode
+                ):
+                    os.unlink(name, dir_fd=at)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=at)
+                    if user is not None:
+                        os.chown(name, user, user, dir_fd=at, follow_symlinks=False)
+            fd = os.open(name, flags, dir_fd=at)
+            opened.callback(os.close, fd)
+            return fd
+
+        top = open_(str(root), None)
+        strange = user is not None and os.fstat(top).st_uid != user  # new, or the copy of another box
+        open_("user", open_("home", top))
+        open_("tmp", top)
+        os.chmod(top, 0o700)
+        if user is None or not strange:
+            return
+        for _, directories, files, at in os.fwalk(".", dir_fd=top, follow_symlinks=False):
+            os.chown(at, user, user)
+            for name in [*directories, *files]:
+                os.chown(name, user, user, dir_fd=at, follow_symlinks=False)
+        os.chown(top, user, user)
+
+
 class ProcessDriver:
     """Plain processes with limits."""
 
@@ -84,6 +118,7 @@ class ProcessDriver:
 
     def __init__(self, state: Path) -> None:
         self._state = state
+        self._users: set[int | None] = set()
 
     async def probe(self) -> None:
         build(self._state)
@@ -93,14 +128,9 @@ class ProcessDriver:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         root = spec.root.upper / "u"
-        user = FIRST_USER + zlib.crc32(spec.id.encode()) % USERS if os.geteuid() == 0 else None
-        for name in (".", "home", "home/user", "tmp"):
-            (root / name).mkdir(exist_ok=True)
-            if user is not None:
-                os.chown(root / name, user, user)
-        if user is not None:
-            os.chown(spec.root.upper, user, user)
-        os.chmod(spec.root.upper, 0o700)
+        user = self._take_user(spec.id) if os.geteuid() == 0 else None
+        os.chmod(spec.root.upper, 0o711)  # the host's own, or the box could put a link in the place of its root
+        hand_over(root, user)
         spec.environment.update(HOME=str(root / "home/user"), TMPDIR=str(root / "tmp"), USER="user")
         tasks, number = list(spec.cgroup.task_fds), theirs.fileno()
 
@@ -125,13 +155,25 @@ class ProcessDriver:
             )
         except BaseException:
             ours.close()
+            self._users.discard(user)
             raise
         finally:
             theirs.close()
         agent = Agent(ours)
         guest = ProcessGuest(spec, agent, process)
+        guest.ended.add_done_callback(lambda _: self._users.discard(user))
         await agent.ready
         return guest
+
+    def _take_user(self, box: str) -> int:
+        """An id that no other box of this host has now: boxes of one user could end and read each other."""
+        first = zlib.crc32(box.encode()) % USERS
+        for at in range(USERS):
+            user = FIRST_USER + (first + at) % USERS
+            if user not in self._users:
+                self._users.add(user)
+                return user
+        raise LimitExceeded(f"{USERS} boxes of tier 'process' run already")
 
     async def resume(self, spec: Spec, directory: Path) -> Guest:
         return await self.start(spec)

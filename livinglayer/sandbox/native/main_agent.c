@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #include <signal.h>
 
 int main(int argc, char **argv) {
@@ -15,6 +17,7 @@ int main(int argc, char **argv) {
     int directory = -1;
     if (argc > 3) { // tier process: orphans come to us, and we go when the host goes
         prctl(PR_SET_CHILD_SUBREAPER, 1);
+        syscall(SYS_keyctl, 1 /* KEYCTL_JOIN_SESSION_KEYRING */, NULL); // the host's own came with us, with the right to read it
         directory = open(argv[3], O_PATH | O_DIRECTORY | O_CLOEXEC);
         if (directory < 0) return perror(argv[3]), 66;
     }
