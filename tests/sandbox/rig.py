@@ -64,6 +64,9 @@ class Rig:
             self.disk.destroy(spec.root.upper)
         self.cgroups.close()
         self.spawner.close()
+        pid = int((self.run / "spawner.pid").read_text())  # the next test must not meet it on its way out
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 @contextlib.asynccontextmanager

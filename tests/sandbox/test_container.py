@@ -155,6 +155,19 @@ def test_killed_while_frozen_and_nothing_is_left(state: Path, runtime: str) -> N
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_nothing_of_the_host_becomes_the_boxs(state: Path, runtime: str) -> None:
+    """Runtimes give the files they get as stdio to the box's own ids; /dev/null of the host was among them once."""
+
+    async def story() -> None:
+        async with box(state, runtime) as (_, guest):
+            assert (await run(guest, "chmod", "600", "/dev/null")).code == 1
+
+    asyncio.run(story())
+    devices = [Path("/dev") / name for name in ("null", "zero", "full", "random", "urandom", "tty")]
+    assert {(path.stat().st_uid, oct(path.stat().st_mode)) for path in devices} == {(0, "0o20666")}
+
+
 def test_limits_bind(state: Path) -> None:
     async def story() -> None:
         async with box(state, memory="64M", pids=32) as (_, guest):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -119,6 +120,19 @@ def test_what_a_box_writes_reaches_its_files(state: Path) -> None:
             upper = guest.spec.root.upper / "u"
             files = sorted(str(path.relative_to(upper)) for path in upper.rglob("*") if not path.is_dir())
             assert files == ["home/user/also", "tmp/mine"]
+
+    asyncio.run(story())
+
+
+def test_a_sandbox_that_dies_by_itself_is_cleaned_up_after(state: Path) -> None:
+    async def story() -> None:
+        async with rig(state) as parts:
+            spec = parts.spec(f"dies-{os.urandom(3).hex()}")
+            guest = await GvisorDriver(parts).start(spec)
+            os.kill(guest.pid, signal.SIGKILL)
+            assert await asyncio.wait_for(guest.ended, 10) == "its agent ended"
+            assert guest.agent.closed and list(spec.directory.iterdir()) == [] and list(traces(spec.id)) == []
+            assert Path("/dev/null").stat().st_uid == 0
 
     asyncio.run(story())
 

@@ -133,6 +133,7 @@ class ContainerGuest:
         self.driver, self.spec, self.process, self.agent = driver, spec, process, agent
         self.pid, self.ended = process.pid, process.ended
         self.paused = False
+        process.clean_up = self._clean_up
 
     async def pause(self) -> None:
         """Freeze every process; memory stays."""
@@ -152,7 +153,9 @@ class ContainerGuest:
         self.process.kill()
         if self.paused:
             await asyncio.to_thread(self.spec.cgroup.kill)
-        await asyncio.wait([self.ended])
+        await self.process.over()
+
+    async def _clean_up(self) -> None:
         self.agent.close()
-        self.driver.forget(self.spec)
+        await asyncio.to_thread(self.driver.forget, self.spec)
         await launch.release(self.driver.spawner, self.spec)

@@ -326,7 +326,7 @@ class GvisorGuest:
     def __init__(self, driver: GvisorDriver, spec: Spec, process: launch.Process, agent: Agent, inside: Inside) -> None:
         self.driver, self.spec, self.process, self.agent, self.inside = driver, spec, process, agent, inside
         self.pid, self.ended = process.pid, process.ended
-        self.over = False
+        process.clean_up = self._clean_up
 
     async def pause(self) -> None:
         """Freeze every process, the sentry's too; memory stays."""
@@ -339,13 +339,15 @@ class GvisorGuest:
     async def suspend(self, directory: Path) -> None:
         """Memory and processes into `directory`, then gone."""
         await self.settle()
-        self.process.reason, before = "suspended", self.process.reason
+        self.process.held = True  # the checkpoint ends it; for the caller it is suspended before it is gone
         try:
-            await self.driver.checkpoint(self, directory)  # which ends it
-        except BaseException:
-            self.process.reason = before
-            raise
-        await self.kill()
+            await self.driver.checkpoint(self, directory)
+            self.process.reason = "suspended"
+            await self.kill()
+        finally:
+            self.process.held = False
+            if self.process.gone.is_set():
+                asyncio.get_running_loop().call_soon(self.process.say)
 
     async def settle(self) -> None:
         """What was sent to the agent is taken in: a frame on its way would be lost."""
@@ -354,18 +356,18 @@ class GvisorGuest:
 
     async def kill(self) -> None:
         """All processes of the sandbox go."""
-        if self.over:
-            return
         self.process.kill()
-        await asyncio.to_thread(self.spec.cgroup.kill)
-        await asyncio.wait([self.ended])
+        if not self.process.gone.is_set():
+            await asyncio.to_thread(self.spec.cgroup.kill)
+        await self.process.over()
+
+    async def _clean_up(self) -> None:
+        await asyncio.to_thread(self.spec.cgroup.kill)  # the file server, had it not noticed
         for _ in range(100):  # what the agent said last is still to be read
             if self.agent.closed:
                 break
             await asyncio.sleep(0.001)
         self.agent.close()
-        if not self.over:
-            self.over = True
-            self.inside.close()
-            shutil.rmtree(self.spec.directory / "oci", ignore_errors=True)
-            await launch.release(self.driver.spawner, self.spec)
+        self.inside.close()
+        shutil.rmtree(self.spec.directory / "oci", ignore_errors=True)
+        await launch.release(self.driver.spawner, self.spec)

@@ -7,13 +7,14 @@ and no mount outlives the box. What a box leaves on disk is one directory, `RUN/
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -39,32 +40,63 @@ _JOIN = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 71; shift; done; shift; e
 
 
 class Process:
-    """The first process of a box, seen from the host. It is nobody's child once its runtime is gone, so it is watched, not waited for."""
+    """The first process of a box, seen from the host. It is nobody's child once its runtime is gone, so it is watched, not waited for.
+
+    When it goes, by whatever hand, `clean_up` runs once, and then the box is said to have `ended`.
+    """
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.reason = AGENT_ENDED
+        self._loop = asyncio.get_running_loop()
+        self.pid, self.reason = pid, AGENT_ENDED
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        self.gone = asyncio.Event()
+        self.held = False  # it may go, but the box has not ended before `say`
+        self.clean_up: Callable[[], Awaitable[None]] | None = None
+        self._finishing: asyncio.Task[None] | None = None
         try:
             self._fd = os.pidfd_open(pid)
         except ProcessLookupError:
             raise Unavailable(f"the first process of the box, {pid}, ended at once") from None
-        asyncio.get_running_loop().add_reader(self._fd, self._gone)
+        self._loop.add_reader(self._fd, self._on_gone)
 
-    def _gone(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._fd)
+    def _on_gone(self) -> None:
+        self._loop.remove_reader(self._fd)
         os.close(self._fd)
         with contextlib.suppress(ChildProcessError):  # ours after all when we are PID 1 or a subreaper: leave no zombie
             os.waitpid(self.pid, os.WNOHANG)
+        self.gone.set()
+        if not self.held:
+            self._finish()
+
+    def _finish(self) -> "asyncio.Task[None]":
+        if self._finishing is None:
+            self._finishing = self._loop.create_task(self._clean_and_say())
+        return self._finishing
+
+    async def _clean_and_say(self) -> None:
+        try:
+            if self.clean_up:
+                await self.clean_up()
+        finally:
+            if not self.held:
+                self.say()
+
+    def say(self) -> None:
+        """Tell whoever waits that the box has ended."""
         if not self.ended.done():
             self.ended.set_result(self.reason)
 
     def kill(self) -> None:
         """SIGKILL; with its pid namespace everything in the box goes."""
-        if not self.ended.done():
+        if not self.gone.is_set():
             self.reason = "killed" if self.reason == AGENT_ENDED else self.reason
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    async def over(self) -> None:
+        """Wait until it is gone and cleaned up after."""
+        await self.gone.wait()
+        await asyncio.shield(self._finish())
 
 
 class Parts(Protocol):
@@ -184,25 +216,31 @@ def joined(spec: Spec, command: Sequence[str]) -> list[str]:
     return ["sh", "-c", _JOIN, "sh", *cgroup_files(spec), "--", *command]
 
 
-def run(command: Sequence[str], log: Path, box: str, stdio: int = subprocess.DEVNULL) -> None:
+def run(command: Sequence[str], log: Path, box: str, stdio: int | None = None) -> None:
     """Run a runtime to its end; Unavailable with what it logged when it fails."""
-    try:
-        # stderr of the runtime becomes that of the box: nothing of ours, or a box could fill the host's disk
-        done = subprocess.run(
-            command,
-            stdin=stdio,
-            stdout=stdio,
-            stderr=subprocess.DEVNULL,
-            timeout=SECONDS,
-            env=_ENVIRONMENT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise TimedOut(f"the runtime of box {box!r} did not answer in {SECONDS} seconds") from None
+    with _nothing() as nothing:
+        stdio = nothing if stdio is None else stdio
+        try:
+            done = subprocess.run(
+                command, stdin=stdio, stdout=stdio, stderr=nothing, timeout=SECONDS, env=_ENVIRONMENT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise TimedOut(f"the runtime of box {box!r} did not answer in {SECONDS} seconds") from None
     if done.returncode:
         said = log.read_text(errors="replace").strip() if log.exists() else ""
         last = said.splitlines()[-1][-500:] if said else f"exit code {done.returncode}, nothing logged"
         raise Unavailable(f"the runtime of box {box!r} failed: {last}")
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[int]:
+    """A file of nobody's that stays empty. Runtimes give their stdio to the box: /dev/null would be the host's own, a log its disk."""
+    fd = os.memfd_create("nothing", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}  # none of the host's own
