@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -39,23 +40,23 @@ class Zygote:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         ours.setblocking(False)
         programs = build(self._state)
+        fds = [
+            _in_memory("zygote", Path(__file__).with_name("zygote_process.py")),
+            theirs.fileno(),
+            _in_memory("enter", programs / "libenter.so"),
+            _in_memory("filter", programs / "filter.bpf"),
+        ]
         self._process = subprocess.Popen(
-            [
-                PYTHON,
-                "-I",
-                "-B",
-                str(Path(__file__).with_name("zygote_process.py")),
-                str(theirs.fileno()),
-                str(programs / "libenter.so"),
-                str(programs / "filter.bpf"),
-            ],
-            pass_fds=[theirs.fileno()],
+            [PYTHON, "-I", "-B", f"/proc/self/fd/{fds[0]}", *map(str, fds[1:])],
+            pass_fds=fds,
             env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"},
             stdin=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
         )
-        theirs.close()
+        theirs.detach()
+        for fd in fds:
+            os.close(fd)
         self._socket = ours
         self._loop.add_reader(ours.fileno(), self._readable)
 
@@ -118,7 +119,6 @@ class Zygote:
         variables = {"HOME": home, "USER": user, **environment}
         self._serial += 1
         request = {
-            "serial": self._serial,
             "code": code,
             "args": args,
             "env": variables,
@@ -126,7 +126,7 @@ class Zygote:
             "uid": uid,
             "gid": gid,
         }
-        data = json.dumps(request).encode()
+        data = struct.pack("<II", self._serial, 0) + json.dumps(request).encode()
         if len(data) > 900_000:
             raise LimitExceeded(
                 f"code of {len(data)} bytes is more than the zygote takes",
@@ -149,7 +149,7 @@ class Zygote:
         """Send a signal to one child."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.send(json.dumps({"kill": serial, "signal": int(number)}).encode())
+                self._socket.send(struct.pack("<II", serial, number))
 
     def close(self) -> None:
         """End it."""
@@ -160,6 +160,15 @@ class Zygote:
         if self._process:
             self._process.kill()
             self._process.wait()
+
+
+def _in_memory(name: str, path: Path) -> int:
+    """A file without a path: what is mapped from it names no directory of the host's."""
+    fd = os.memfd_create(name)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(path.read_bytes())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 class PythonCommand(Command):

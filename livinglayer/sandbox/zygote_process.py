@@ -1,7 +1,8 @@
 """The zygote: a Python of the host's that forks itself into boxes, so that their code starts without an interpreter's start.
 
-Run by the system's python3 with nothing of ours but this file: `zygote_process.py FD LIBENTER FILTER`. It holds no secret, reads no
-request but its host's, and a child runs no line of a caller's before it is inside the box.
+Run by the system's python3 with nothing of ours but this file: `python3 THIS CONTROL LIBENTER FILTER`, all four by fd, so that no path
+of the host's is in its memory. It holds no secret, reads no request but its host's, and a child runs no line of a caller's before it is
+inside the box. A child has all that its parent has in memory: so the parent never looks into a request, and wipes it at once.
 """
 
 import array
@@ -12,6 +13,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import types
 
@@ -31,10 +33,11 @@ class Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
-def child(request, fds, join, program):
+def child(data, fds, join, program):
     """Enter the box, then run the code as `python3 -c` would. Never returns."""
     code = 1
     try:
+        request = json.loads(data)
         pidfd, root, stdin, stdout, stderr, *tasks = fds
         step = ctypes.c_char_p()
         numbers = (ctypes.c_int * len(tasks))(*tasks)
@@ -100,13 +103,26 @@ def child(request, fds, join, program):
         os._exit(code & 0xFF)
 
 
+def forget_arguments():
+    """Our own command line, which a box would see as that of its Python."""
+    with open("/proc/self/stat", "rb") as file:
+        start, end = file.read().rpartition(b")")[2].split()[45:47]
+    name = b"python3"
+    ctypes.memset(int(start), 0, int(end) - int(start))
+    ctypes.memmove(int(start), name, len(name))
+    sys.orig_argv[:] = sys.argv[:] = [name.decode()]
+
+
 def main():
     """Serve the host until it hangs up."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    library = ctypes.PyDLL(sys.argv[2], use_errno=True)
+    fds = [int(number) for number in sys.argv[1:4]]
+    control = socket.socket(fileno=fds[0])
+    library = ctypes.PyDLL(f"/proc/self/fd/{fds[1]}", use_errno=True)
     libc = ctypes.PyDLL(None, use_errno=True)
-    with open(sys.argv[3], "rb") as file:
+    with open(fds[2], "rb") as file:
         instructions = file.read()
+    os.close(fds[1])
+    forget_arguments()
     held = ctypes.create_string_buffer(instructions, len(instructions))
     program = Program(len(instructions) // 8, ctypes.cast(held, ctypes.c_void_p))
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -115,6 +131,7 @@ def main():
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running = {}
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no zygote without its host
+    message = bytearray(1 << 20)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -146,17 +163,20 @@ def main():
                             ).encode()
                         )
                 continue
-            data, ancillary, _, _ = control.recvmsg(1 << 20, socket.CMSG_SPACE(4 * 32), socket.MSG_CMSG_CLOEXEC)
-            if not data:
+            size, ancillary, _, _ = control.recvmsg_into([message], socket.CMSG_SPACE(4 * 32), socket.MSG_CMSG_CLOEXEC)
+            if not size:
                 os._exit(0)
             fds = array.array("i")
             for _, _, raw in ancillary:
                 fds.frombytes(raw[: len(raw) // 4 * 4])
-            request = json.loads(data)
-            if "kill" in request:
+            wanted, number = struct.unpack_from("<II", message)  # the request's serial, and 0 or a signal for what it started
+            if number:
                 for pid, serial in running.items():
-                    if serial == request["kill"]:
-                        os.kill(pid, request["signal"])
+                    if serial == wanted:
+                        try:
+                            os.killpg(pid, number)  # its group too: it leads a session
+                        except (ProcessLookupError, ValueError):
+                            pass
                 continue
             status = None
             if libc.setns(fds[0], CLONE_NEWPID):  # children of ours are born in the box's own numbering
@@ -166,18 +186,20 @@ def main():
                     pid = os.fork()
                     if pid == 0:
                         control.close()
-                        child(request, list(fds), library.box_join, program)
-                    running[pid] = request["serial"]
-                    control.send(json.dumps({"serial": request["serial"], "pid": pid}).encode())
+                        running.clear()
+                        child(bytes(message[8:size]), list(fds), library.box_join, program)
+                    running[pid] = wanted
+                    control.send(json.dumps({"serial": wanted, "pid": pid}).encode())
                 except OSError:
                     status = 125 << 8
                 libc.setns(own, CLONE_NEWPID)
+            message[:size] = bytes(size)
             for fd in fds:
                 os.close(fd)
             if status is not None:
                 control.send(
                     json.dumps(
-                        {"serial": request["serial"], "status": status, "user": 0, "system": 0, "resident": 0}
+                        {"serial": wanted, "status": status, "user": 0, "system": 0, "resident": 0}
                     ).encode()
                 )
 
