@@ -156,6 +156,7 @@ class Client:
         self._lease: Connection | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     async def _new(self) -> Connection:
         connection = Connection(self._wire(connect(self.state)))
@@ -230,9 +231,14 @@ def blocking_client(state: Path | None = None) -> Client:
 
 def async_client(state: Path | None = None) -> Client:
     """The client of the running event loop."""
-    place = (state or state_directory(), id(asyncio.get_running_loop()))
+    loop = asyncio.get_running_loop()
+    place = (state or state_directory(), id(loop))
     if place not in _clients:
+        for other, client in list(_clients.items()):  # of loops that are over: an id may come again
+            if client.loop is not None and client.loop.is_closed():
+                _clients.pop(other).close()
         _clients[place] = Client(place[0], AsyncWire)
+        _clients[place].loop = loop
     return _clients[place]
 
 

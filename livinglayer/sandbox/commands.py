@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .box import Box
 
 REMEMBERED = 256 << 10  # output of a background command that a later caller may still read
+UNLIMITED = 1 << 62
 Sink = Callable[[int, bytes], None]  # gets (STDOUT or STDERR, bytes), then (EXIT, b"") or (DONE, b"")
 
 
@@ -52,6 +53,7 @@ class Command:
         sink: Sink | None,
         *,
         background: bool = False,
+        pty: bool = False,
         timeout: float | None = None,
     ) -> None:
         self.box, self.argv, self.background = box, list(argv), background
@@ -63,7 +65,7 @@ class Command:
         self.timed_out = False
         self._sinks: list[Sink] = [sink] if sink else []
         self._seen = {STDOUT: 0, STDERR: 0}
-        self._limit = box.blueprint.output
+        self._limit = UNLIMITED if pty else box.blueprint.output  # a terminal is a person's, who may sit at it for days
         self._memory: collections.deque[tuple[int, bytes]] | None = collections.deque() if background else None
         self._remembered = 0
         self._credit = WINDOW_START

@@ -19,6 +19,7 @@ from .blueprint import Blueprint
 from .client import Client, Connection, async_client, blocking_client, run_blocking, to_error
 from .wire import ERROR, PAYLOAD_MAX, RESULT, STARTED, STDERR, STDOUT, Kind
 
+List = list  # inside the classes `list` is a method
 SHAPE = {entry.name for entry in fields(Blueprint)}
 
 
@@ -106,9 +107,9 @@ def _pieces(data: bytes, kind: int = Kind.INPUT) -> list[tuple[int, bytes]]:
 class AsyncProcess:
     """A command that runs in the background; it goes on when nobody follows it."""
 
-    def __init__(self, client: Client, box: str, id: int, pid: int) -> None:
+    def __init__(self, client: Client, box: str, id: int, pid: int, attached: Connection | None = None) -> None:
         self._client, self._box, self.id, self.pid = client, box, id, pid
-        self._connection: Connection | None = None
+        self._connection, self._attached = attached, attached is not None
         self._result: Result | None = None
         self._parts: dict[int, list[bytes]] = {STDOUT: [], STDERR: []}
 
@@ -124,7 +125,8 @@ class AsyncProcess:
         while self._result is None:
             kind, payload = await connection.receive()
             if kind in self._parts:
-                self._parts[kind].append(payload)
+                if not self._attached:
+                    self._parts[kind].append(payload)
                 yield ("stdout" if kind == STDOUT else "stderr"), payload
             elif kind == RESULT or kind == ERROR:
                 self._finish(kind, payload)
@@ -159,11 +161,18 @@ class AsyncProcess:
 
     async def signal(self, number: int = signals.SIGTERM) -> None:
         """Send a signal to it and its group."""
-        await self._client.call({"do": "signal", "box": self._box, "id": self.id, "signal": int(number)})
+        await self._signal(number, False)
 
     async def kill(self) -> None:
         """End it and all that came of it."""
-        await self._client.call({"do": "signal", "box": self._box, "id": self.id, "signal": 9, "tree": True})
+        await self._signal(signals.SIGKILL, True)
+
+    async def _signal(self, number: int, tree: bool) -> None:
+        if self._attached and self._connection is not None:
+            await self._connection.send((Kind.SIGNAL, struct.pack("<iI", number, tree)))
+        else:
+            request = {"do": "signal", "box": self._box, "id": self.id, "signal": int(number), "tree": tree}
+            await self._client.call(request)
 
 
 class AsyncPort:
@@ -556,12 +565,10 @@ class AsyncSandbox:
         """Keep what it holds, by content."""
         return Snapshot(**await self._do("snapshot"))
 
-    async def fork(self, count: int = 1) -> "list[AsyncSandbox]":
-        """`count` boxes that begin where this one is; it goes on."""
-        return [
-            type(self)(self._client, found)
-            for found in await self._do("fork", count=count, session=self._client.session)
-        ]
+    async def fork(self, count: int = 1, *, names: Sequence[str] = ()) -> "List[AsyncSandbox]":
+        """`count` boxes that begin where this one is; it goes on. Named ones stay, others end with this process."""
+        found = await self._do("fork", count=count, session=self._client.session, names=[*names])
+        return [type(self)(self._client, described) for described in found]
 
     async def __aenter__(self) -> "AsyncSandbox":
         return self
@@ -664,23 +671,30 @@ class AsyncSandbox:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
+        attached: bool = False,
     ) -> AsyncProcess:
-        """Start a command in the background, with a terminal of (rows, columns) if asked."""
-        argv = command if isinstance(command, str) else list(command)
-        started = await self._do(
-            "exec",
-            argv=argv,
-            background=True,
-            pty=pty,
-            stdin=stdin or bool(pty),
-            timeout=timeout,
-            cwd=cwd,
-            env=dict(env) if env else None,
-            user=user,
-        )
+        """Start a command in the background, with a terminal of (rows, columns) if asked.
+
+        It goes on when nobody follows it; one that is `attached` ends with its caller instead, and what it prints goes to `output` alone.
+        """
+        request = {
+            "argv": command if isinstance(command, str) else list(command),
+            "background": not attached,
+            "pty": pty,
+            "stdin": stdin or bool(pty),
+            "timeout": timeout,
+            "cwd": cwd,
+            "env": dict(env) if env else None,
+            "user": user,
+        }
+        if attached:
+            connection = await self._client.take()
+            await connection.begin({"do": "exec", "box": self.id, **request})
+            return AsyncProcess(self._client, self.id, 0, 0, connection)
+        started = await self._do("exec", **request)
         return AsyncProcess(self._client, self.id, started["id"], started["pid"])
 
-    async def processes(self) -> "list[dict[str, Any]]":
+    async def processes(self) -> "List[dict[str, Any]]":
         """The commands that run now."""
         return await self._do("processes")
 
@@ -718,11 +732,22 @@ class AsyncSandbox:
         """CPU seconds, memory, processes, disk, network."""
         return await self._do("metrics")
 
-    async def trace(self) -> "list[dict[str, Any]]":
+    async def trace(self) -> "List[dict[str, Any]]":
         """Everything done to and by it, oldest first; also after its end."""
         return await self._do("trace")
 
-    async def changes(self) -> "list[dict[str, Any]]":
+    async def follow(self) -> AsyncIterator[dict[str, Any]]:
+        """Its trace as it grows, from the beginning until its end."""
+        offset = 0
+        while True:
+            more = await self._do("trace.more", offset=offset)
+            offset = more["offset"]
+            for event in more["events"]:
+                yield event
+            if more["ended"] and not more["events"]:
+                return
+
+    async def changes(self) -> "List[dict[str, Any]]":
         """The files it has changed."""
         return await self._do("changes")
 
@@ -740,7 +765,7 @@ def _twin(value: Any) -> Any:
     if isinstance(value, list):
         return [_twin(item) for item in value]
     if twin := _twins.get(type(value)):
-        made = object.__new__(twin)
+        made: Any = object.__new__(twin)
         made._core = value
         return made
     return value

@@ -62,6 +62,20 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
+def tail(path: Path, offset: int, most: int = 1 << 20) -> tuple[list[dict[str, Any]], int]:
+    """The events after `offset`, about `most` bytes of them, and the offset after those."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read(most)
+            if b"\n" not in data:
+                data += file.readline()
+    except FileNotFoundError:
+        return [], offset
+    data = data[: data.rfind(b"\n") + 1]
+    return [json.loads(line) for line in data.splitlines()], offset + len(data)
+
+
 def prune(directory: Path, alive: set[str]) -> None:
     """Keep the newest traces of boxes that have ended."""
     ended = [path for path in directory.glob("*.jsonl") if path.stem not in alive]

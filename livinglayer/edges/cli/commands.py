@@ -14,26 +14,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import livinglayer
-from livinglayer import Layer
 from livinglayer.edges.cli import locate
 from livinglayer.edges.cli.table import DIM, GREEN, RED, Printer, counted
 from livinglayer.errors import Invalid, NotFound, Unauthenticated
+
+if TYPE_CHECKING:
+    from livinglayer import Layer
 
 Arguments = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
 
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: its function, its arguments and which of the shared flags mean something to it."""
+    """One subcommand (`box create` is one too): its function, its arguments and which of the shared flags mean something to it."""
 
     name: str
     run: Callable[..., int | None]
     arguments: Arguments
     flags: frozenset[str]
     opens: bool
+    place: str  # what `--dir` or `--state` says where to find: "layer", or the "host" of boxes
 
     @property
     def help(self) -> str:
@@ -48,12 +51,16 @@ def arg(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def command(
-    name: str, *arguments: tuple[tuple[str, ...], dict[str, Any]], flags: str = "", opens: bool = True
+    name: str,
+    *arguments: tuple[tuple[str, ...], dict[str, Any]],
+    flags: str = "",
+    opens: bool = True,
+    place: str = "layer",
 ) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
     """Register a command; with `opens` its function gets the open layer first."""
 
     def register(run: Callable[..., int | None]) -> Callable[..., int | None]:
-        COMMANDS[name] = Command(name, run, arguments, frozenset(flags.split()), opens)
+        COMMANDS[name] = Command(name, run, arguments, frozenset(flags.split()), opens, place)
         return run
 
     return register

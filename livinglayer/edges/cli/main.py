@@ -7,9 +7,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import livinglayer
-from livinglayer.edges.cli import locate
+from livinglayer.edges.cli import boxes, locate
 from livinglayer.edges.cli.commands import COMMANDS, Command
 from livinglayer.edges.cli.table import Printer, escape
 from livinglayer.errors import Invalid, LayerError
@@ -32,26 +33,46 @@ def flag(name: str) -> str:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="layer",
-        description="One versioned, forkable, governed database. A layer is found like a git repository: "
-        "in the current directory or above it, or where --dir or LAYER_DIR say (a directory or a PostgreSQL URL).",
+        description="One versioned, forkable, governed database, and boxes to run unreviewed code in. A layer is found "
+        "like a git repository: in the current directory or above it, or where --dir or LAYER_DIR say (a directory or "
+        "a PostgreSQL URL). Boxes belong to this machine.",
         epilog="`layer COMMAND --help` explains a command. Exit codes: 0 done, 1 the answer is no, 2 wrong request, "
         "3 not allowed, 4 not found, 5 conflict, 6 too much, 7 damaged or too new, 8 unavailable, 9 too slow.",
     )
-    top.set_defaults(**dict.fromkeys(("dir", "json", *SHARED)))
-    add_flags(top, frozenset(SHARED))
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    top.set_defaults(**dict.fromkeys(("dir", "state", "json", *SHARED)))
+    add_flags(top, frozenset(SHARED), ("dir", "state"))
+    groups = {"": top.add_subparsers(dest="command", metavar="COMMAND", required=True)}
     for command in COMMANDS.values():
-        sub = commands.add_parser(command.name, help=command.help, description=command.help)
+        above, _, last = command.name.rpartition(" ")
+        sub = verbs(groups, above).add_parser(last, help=command.help, description=command.help)
+        sub.set_defaults(command=command.name)
         for names, options in command.arguments:
             sub.add_argument(*names, **options)
-        add_flags(sub, command.flags)
+        add_flags(sub, command.flags, ("state",) if command.place == "host" else ("dir",))
     return top
 
 
-def add_flags(to: argparse.ArgumentParser, names: frozenset[str]) -> None:
+def verbs(groups: dict[str, Any], name: str) -> Any:
+    """Where the commands below `layer NAME` are added; made at its first use."""
+    if name not in groups:
+        above, _, last = name.rpartition(" ")
+        sub = verbs(groups, above).add_parser(last, help=boxes.GROUPS[name], description=boxes.GROUPS[name])
+        groups[name] = sub.add_subparsers(metavar="VERB", required=True)
+    return groups[name]
+
+
+def add_flags(to: argparse.ArgumentParser, names: frozenset[str], places: Sequence[str]) -> None:
     # SUPPRESS: a flag that is not after the command must not undo the one before it
     group = to.add_argument_group("flags") if to.prog != "layer" else to.add_argument_group("flags of most commands")
-    group.add_argument("--dir", metavar="DIR|URL", default=argparse.SUPPRESS, help="the layer")
+    if "dir" in places:
+        group.add_argument("--dir", metavar="DIR|URL", default=argparse.SUPPRESS, help="the layer")
+    if "state" in places:
+        group.add_argument(
+            "--state",
+            metavar="DIR",
+            default=argparse.SUPPRESS,
+            help="where the host keeps its boxes (default: LAYER_STATE, else /var/lib/livinglayer for root)",
+        )
     group.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="answer in JSON, for programs")
     for name, options in SHARED.items():
         if name in names:
@@ -63,6 +84,12 @@ def run(args: argparse.Namespace, command: Command, out: Printer) -> int:
         # Silently reading main where --branch was asked for, or as the owner where --as was, would be a wrong answer.
         if getattr(args, name) is not None and name not in command.flags:
             raise Invalid(f"layer {command.name} takes no {flag(name)}", hint=f"layer {command.name} --help")
+    if command.place == "host" and args.dir is not None:
+        raise Invalid("boxes belong to this machine, not to a layer", hint="leave --dir out; --state names a host")
+    if command.place == "layer" and args.state is not None:
+        raise Invalid(f"layer {command.name} takes no --state", hint=f"layer {command.name} --help")
+    if args.state is not None:
+        os.environ["LAYER_STATE"] = os.path.abspath(args.state)
     if not command.opens:
         return command.run(args, out) or 0
     layer = livinglayer.open(locate.find(args.dir))

@@ -156,8 +156,8 @@ class Printer:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 row`, `2 rows`, `2 branches`."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+    """`1 row`, `2 rows`, `2 branches`, `2 boxes`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 'x')) else 's'}"
 
 
 def are_numbers(values: Sequence[object]) -> bool:
