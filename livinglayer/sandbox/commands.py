@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Invalid, LayerError, LimitExceeded
+from ..errors import Invalid, LayerError, LimitExceeded, TimedOut
 from .agent import EXIT_STATUS, failure
 from .wire import CREDIT, DONE, EXIT, PAYLOAD_MAX, PTY, STARTED, STDERR, STDIN, STDOUT, WINDOW_START, Kind, text
 
 if TYPE_CHECKING:
     from .box import Box
 
+GRACE = 10.0  # seconds from a deadline until the caller hears of it even if the box says nothing
 REMEMBERED = 256 << 10  # output of a background command that a later caller may still read
 UNLIMITED = 1 << 62
 Sink = Callable[[int, bytes], None]  # gets (STDOUT or STDERR, bytes), then (EXIT, b"") or (DONE, b"")
@@ -106,7 +107,7 @@ class Command:
         elif kind == STARTED:
             self.pid = int.from_bytes(payload[:4], "little")
         elif kind == CREDIT:
-            self._credit += int.from_bytes(payload[:4], "little")
+            self._credit = min(WINDOW_START, self._credit + int.from_bytes(payload[:4], "little"))
             self._flush()
         elif kind == DONE:
             self.fail(failure(payload) or Invalid("the command did not start"))
@@ -183,7 +184,13 @@ class Command:
     def _expire(self) -> None:
         self.timed_out = True
         self.box.trace.add("limit", limit="time", command=self.argv[0])
+        self._timer = self.box.loop.call_later(GRACE, self._give_up)
         self.signal(signal.SIGKILL, tree=True)
+
+    def _give_up(self) -> None:
+        """A box whose agent is held up, by its own code or by none, does not hold its caller up."""
+        if not self.over:
+            self.fail(TimedOut(f"command {self.argv[0]!r}: its time was up, and its box does not answer"))
 
     def signal(self, number: int, tree: bool = False) -> None:
         """Send a signal to the command, or with `tree` to all that came of it."""

@@ -20,6 +20,7 @@ from .host import Host
 from .trace import read as read_trace
 from .wire import CALL, DONE, ERROR, EXIT, HEAD, PROGRESS, RESULT, STARTED, STDERR, STDOUT, Frames, Kind, text
 
+FLOOD = 64 << 20  # bytes that may wait for a client before it is hung up on
 HIGH = 1 << 20  # bytes that may wait for a slow client before its command is held
 
 
@@ -115,6 +116,8 @@ class Connection(asyncio.Protocol):
         """One frame to the client."""
         if not self.gone:
             self.transport.write(HEAD.pack(len(payload), 0, kind) + payload)
+            if self.transport.get_write_buffer_size() > FLOOD:  # events of a watch have no window: a client that does not read loses them
+                self.transport.abort()
 
     def result(self, value: Any) -> None:
         """The end of a request that went well; long answers come in parts."""
@@ -179,6 +182,11 @@ class Connection(asyncio.Protocol):
 
             traceback.print_exc()
             self.error(Unavailable(f"the host could not do that: {error}"))
+        except Exception as error:  # a defect of ours: its caller must not wait for ever
+            import traceback
+
+            traceback.print_exc()
+            self.error(Unavailable(f"the host failed: {error!r}"))
         finally:
             self._task = None
 
@@ -605,7 +613,7 @@ async def relay(host: Host, box: Box, port: int, reader: asyncio.StreamReader, w
             writer.write(payload)
             host.spawn_task(give_back(len(payload)))
         elif kind == Kind.CREDIT:
-            credit += int.from_bytes(payload[:4], "little")
+            credit = min(1 << 20, credit + int.from_bytes(payload[:4], "little"))
             room.set()
         elif kind == DONE and not over.done():
             over.set_result(None)
