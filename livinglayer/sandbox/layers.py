@@ -89,7 +89,8 @@ class Layers:
             raise NotFound(
                 f"the base {base!r} is not known", hint=f"host, {DEBIAN}, or an image imported under this name"
             )
-        return self.expand((FIT, *image["layers"]))
+        # An image built on the host's files brings its mask; any other is made to fit.
+        return self.expand(image["layers"] if HOST in image["layers"] else (FIT, *image["layers"]))
 
     def path(self, name: str) -> Path:
         """Where a layer lies, written from the store when its directory was deleted; "host" is the host's own /."""
