@@ -90,7 +90,8 @@ class Agent:
         self._frames = Frames()
         self._talks: dict[int, OnFrame] = {}
         self._room: dict[int, int] = {}  # bytes that each conversation may still send us
-        self._number = secrets.randbelow(1 << 30)  # a box that outlived its host may still have conversations of that one's
+        # not from 1: a box that outlived its host may still have conversations of that one's
+        self._number = secrets.randbelow(1 << 30)
         self._waiting: deque[bytes] = deque()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.closed = False

@@ -116,7 +116,8 @@ class Connection(asyncio.Protocol):
         """One frame to the client."""
         if not self.gone:
             self.transport.write(HEAD.pack(len(payload), 0, kind) + payload)
-            if self.transport.get_write_buffer_size() > FLOOD:  # events of a watch have no window: a client that does not read loses them
+            # events of a watch have no window: a client that does not read loses them
+            if self.transport.get_write_buffer_size() > FLOOD:
                 self.transport.abort()
 
     def result(self, value: Any) -> None:
