@@ -89,6 +89,7 @@ class Command:
             self.box.commands.pop(self.number, None)
             agent.drop(self.number)
             raise
+        self._flush()  # what its caller sent while the box was woken
 
     def on_frame(self, kind: int, payload: bytes) -> None:
         """A frame of the agent's."""
@@ -97,7 +98,7 @@ class Command:
             if self._held:
                 self._owed += len(payload)
             else:
-                self.box.agent.send(Kind.WINDOW, len(payload).to_bytes(4, "little"), self.number)
+                self._send(Kind.WINDOW, len(payload).to_bytes(4, "little"))
         elif kind == EXIT:
             status, user, system, resident = EXIT_STATUS.unpack_from(payload)
             self.end(
@@ -117,7 +118,12 @@ class Command:
         self._held = on
         if not on and self._owed and self.status is None and not self.error:
             owed, self._owed = self._owed, 0
-            self.box.agent.send(Kind.WINDOW, owed.to_bytes(4, "little"), self.number)
+            self._send(Kind.WINDOW, owed.to_bytes(4, "little"))
+
+    def _send(self, kind: int, payload: bytes) -> None:
+        """To the agent, also of a box that is paused: it takes the frame when it goes on."""
+        if self.box.guest is not None and not self.box.guest.agent.closed:
+            self.box.guest.agent.send(kind, payload, self.number)
 
     # ---- what happens to it, whoever started it ----
 
@@ -195,12 +201,12 @@ class Command:
     def signal(self, number: int, tree: bool = False) -> None:
         """Send a signal to the command, or with `tree` to all that came of it."""
         if not self.over:
-            self.box.agent.send(Kind.SIGNAL, struct.pack("<iI", number, tree), self.number)
+            self._send(Kind.SIGNAL, struct.pack("<iI", number, tree))
 
     def resize(self, rows: int, columns: int) -> None:
         """Tell its terminal the new size."""
         if not self.over:
-            self.box.agent.send(Kind.RESIZE, struct.pack("<II", rows, columns), self.number)
+            self._send(Kind.RESIZE, struct.pack("<II", rows, columns))
 
     # ---- input ----
 
@@ -215,16 +221,18 @@ class Command:
     def _flush(self) -> None:
         if self.over:
             self._input.clear()
+        if not self.number:
+            return  # not started yet
         waited = bool(self._input)
         while self._input:
             data = self._input[0]
             if data is None:
-                self.box.agent.send(Kind.INPUT_END, b"", self.number)
+                self._send(Kind.INPUT_END, b"")
             elif len(data) > self._credit:
                 return
             else:
                 self._credit -= len(data)
-                self.box.agent.send(Kind.INPUT, data, self.number)
+                self._send(Kind.INPUT, data)
             self._input.popleft()
         if waited:
             self.on_room()
