@@ -137,6 +137,18 @@ def test_a_sandbox_that_dies_by_itself_is_cleaned_up_after(state: Path) -> None:
     asyncio.run(story())
 
 
+def test_too_many_processes_are_refused_and_too_much_memory_ends_the_box(state: Path) -> None:
+    async def story() -> None:
+        async with box(state, memory="64M", pids=32) as (_, guest):
+            bomb = await run(guest, "sh", "-c", "for i in $(seq 100); do sleep 3 & done; wait", user="user")
+            assert "fork" in bomb.err.lower()
+            assert (await run(guest, "echo", "alive")).out == "alive\n"
+            await run(guest, "python3", "-c", "bytearray(400 << 20)")
+            assert await asyncio.wait_for(guest.ended, 10) == "it ran out of memory"
+
+    asyncio.run(story())
+
+
 CLIENT = """
 import socket
 with socket.create_connection(("203.0.113.7", 4433), 10) as stream:

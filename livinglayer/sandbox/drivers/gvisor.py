@@ -28,7 +28,7 @@ from . import launch, oci
 
 INSTALL = "apt-get install -t bookworm-backports runsc"
 OLDEST = 20240729  # earlier ones refuse the flags that `ls` of Debian 12 gives to stat
-STUBS = 512  # processes and threads of the sentry itself, which the host counts too
+THREADS, STUBS = 512, 16  # tasks of the host that the sentry takes for itself, and for each process in the box
 OWN_MEMORY = 96 << 20  # of the sentry and the file server
 GATE, WIRE, PREFIX = "169.254.171.1", "169.254.171.2", 30
 # what comes off the wire goes where the host's own output in this namespace goes
@@ -143,7 +143,8 @@ class GvisorDriver:
             raise Invalid("a gvisor box needs a network namespace")
         ours, theirs = launch.socket_pair()
         directory = launch.fresh_directory(spec, self.tier)
-        spec.cgroup.limit(spec.blueprint.memory + OWN_MEMORY, spec.blueprint.pids + STUBS, spec.blueprint.cpu)
+        # the host's count is a second fence: the sentry dies of it. In the box a limit on each user's processes binds first
+        spec.cgroup.limit(spec.blueprint.memory + OWN_MEMORY, THREADS + STUBS * spec.blueprint.pids, spec.blueprint.cpu)
         inside: Inside | None = None
         try:
             async with launch.made_root(self.spawner, spec) as made:
@@ -186,6 +187,7 @@ class GvisorDriver:
             mounts=bundle.mounts,
             hostname=spec.id,
             shared_memory=spec.blueprint.memory // 2,
+            processes=spec.blueprint.pids,
         )
         # The allow-list of the other tiers, kept by its own kernel: less of that can be reached. It knows no error but EPERM, so
         # the call that should look absent is left to a tracer that is never there.
@@ -362,6 +364,8 @@ class GvisorGuest:
         await self.process.over()
 
     async def _clean_up(self) -> None:
+        if self.process.reason == launch.AGENT_ENDED and self.spec.cgroup.stats()["oom_kills"]:
+            self.process.reason = "it ran out of memory"  # at this tier the box goes as a whole
         await asyncio.to_thread(self.spec.cgroup.kill)  # the file server, had it not noticed
         for _ in range(100):  # what the agent said last is still to be read
             if self.agent.closed:

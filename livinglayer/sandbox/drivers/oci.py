@@ -84,6 +84,7 @@ def config(
     mounts: Iterable[tuple[Path, str, bool]] = (),
     hostname: str,
     shared_memory: int = 64 << 20,
+    processes: int | None = None,
 ) -> dict[str, object]:
     """config.json of one box: `agent` (a host file) runs as PID 1 and root of the box.
 
@@ -114,6 +115,7 @@ def config(
             "rlimits": [
                 {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},
                 {"type": "RLIMIT_NOFILE", "soft": min(1024, files), "hard": files},
+                *([{"type": "RLIMIT_NPROC", "soft": processes, "hard": processes}] if processes else []),
             ],
         },
         "root": {"path": str(root), "readonly": False},
