@@ -165,8 +165,8 @@ class Passage:
             "up": self.up,
             "down": self.down,
             "verdict": self.verdict,
-            "rule": self.rule.text if self.rule else None,
-            "reason": self.reason,
+            "rule": self.rule.text[:1024] if self.rule else None,
+            "reason": self.reason[:2048] if self.reason else None,
             "secrets": sorted(self.used.swapped),
             "placeholders": sorted(self.used.kept),
         })  # fmt: skip

@@ -47,6 +47,15 @@ def test_open_twice_is_a_conflict(make_box: Callable[..., Box]) -> None:
     assert answer["error"] == "conflict"
 
 
+def test_opening_says_what_stands_for_each_secret(make_box: Callable[..., Box]) -> None:
+    box = make_box([])
+    box.close()
+    answer, _ = box.gateway.ask(
+        {"do": "open", "box": box.id, "rules": [], "secrets": {"KEY": "value-1"}}, [box.tcp, box.dns]
+    )
+    assert answer["placeholders"] == {"KEY": "LAYER_SECRET_KEY"}
+
+
 def test_close_counts(make_box: Callable[..., Box], servers: Servers) -> None:
     box = make_box([local("index.test", servers.http)])
     box.curl("http://index.test/bytes/1000")
