@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import secrets
 import socket
 import struct
 from collections import deque
@@ -10,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
-from .wire import CREDIT, DONE, HEAD, PARENTS, READY, STARTED, STDOUT, WINDOW_START, Frames, Kind, frame, text
+from ..errors import Conflict, Corrupt, Denied, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
+from .wire import CREDIT, DONE, HEAD, PARENTS, READY, STARTED, STDERR, STDOUT, WINDOW_START, Frames, Kind, frame, text
 
 ENTRY = struct.Struct("<IIIQq")
+GATHERED, GATHERED_BYTES = 200_000, 64 << 20  # most that one answer of a guest's may have: frames, bytes
 EXIT_STATUS = struct.Struct("<iQQQ")
+WINDOW = 6  # Kind.WINDOW as a plain number, for the hot path
 OnFrame = Callable[[int, bytes], None]
 
 ERRORS: dict[int, type[LayerError]] = {
@@ -70,6 +73,8 @@ class Entry:
 
 def parse_entry(payload: bytes) -> Entry:
     """An ENTRY frame; names are bytes to the kernel, so what is not UTF-8 is kept by surrogates."""
+    if len(payload) < ENTRY.size:
+        raise Corrupt("the box's agent broke its protocol: half an entry")
     mode, uid, gid, size, mtime = ENTRY.unpack_from(payload)
     path, _, rest = payload[ENTRY.size :].partition(b"\0")
     kind = {0o100000: "file", 0o040000: "directory", 0o120000: "link"}.get(mode & 0o170000, "other")
@@ -86,7 +91,9 @@ class Agent:
         self._packets = connection.type == socket.SOCK_SEQPACKET
         self._frames = Frames()
         self._talks: dict[int, OnFrame] = {}
-        self._number = 0
+        self._room: dict[int, int] = {}  # bytes that each conversation may still send us
+        # not from 1: a box that outlived its host may still have conversations of that one's
+        self._number = secrets.randbelow(1 << 30)
         self._waiting: deque[bytes] = deque()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.closed = False
@@ -103,16 +110,20 @@ class Agent:
         """A new conversation; its frames go to `on_frame` until `drop`."""
         self._number = self._number % 0x7FFFFFFF + 1
         self._talks[self._number] = on_frame
+        self._room[self._number] = WINDOW_START
         return self._number
 
     def drop(self, number: int) -> None:
         """Nobody listens to this conversation any more."""
         self._talks.pop(number, None)
+        self._room.pop(number, None)
 
     def send(self, kind: int, payload: bytes = b"", number: int = 0) -> None:
         """Send one frame, at once or when the guest has room."""
         if self.closed:
             raise Unavailable("the box has ended")
+        if kind == WINDOW and number in self._room:
+            self._room[number] += int.from_bytes(payload, "little")
         data = HEAD.pack(len(payload), number, kind) + payload
         if not self._waiting:
             try:
@@ -172,7 +183,14 @@ class Agent:
     def _dispatch(self, number: int, kind: int, payload: bytes) -> None:
         talk = self._talks.get(number)
         if talk:
-            talk(kind, payload)
+            if kind == STDOUT or kind == STDERR:
+                self._room[number] -= len(payload)
+                if self._room[number] < 0:  # a guest that ignores the window would fill the host's memory
+                    return self.close()
+            try:
+                talk(kind, payload)
+            except (struct.error, ValueError, OverflowError):  # half a frame, a status that no process can have
+                self.close()
         elif number == 0 and not self.ready.done():
             if kind == READY:
                 self.ready.set_result(None)
@@ -198,6 +216,7 @@ class Agent:
         for talk in list(self._talks.values()):
             talk(DONE, end)
         self._talks.clear()
+        self._room.clear()
         self.on_close()
 
     # ---- conversations that end by themselves ----
@@ -206,10 +225,17 @@ class Agent:
         """One request and its DONE; the payloads of the frames of kind `gather` before it."""
         done: asyncio.Future[None] = self._loop.create_future()
         seen: list[bytes] = []
+        total = 0
 
         def on_frame(kind: int, payload: bytes) -> None:
+            nonlocal total
+            if done.done():
+                return
             if kind == gather:
                 seen.append(payload)
+                total += len(payload)
+                if len(seen) > GATHERED or total > GATHERED_BYTES:
+                    done.set_exception(LimitExceeded(f"the box answered with more than {GATHERED} entries"))
             elif kind in (DONE, Kind.PONG) and not done.done():
                 if kind == DONE and (error := failure(payload)):
                     done.set_exception(error)
@@ -242,7 +268,10 @@ class Agent:
 
     async def stat(self, path: str, user: str = "") -> Entry:
         """One entry; a link is not followed."""
-        return parse_entry((await self.ask(Kind.STAT, text(user) + text(path), Kind.ENTRY))[0])
+        found = await self.ask(Kind.STAT, text(user) + text(path), Kind.ENTRY)
+        if not found:
+            raise Corrupt("the box's agent broke its protocol: no entry")
+        return parse_entry(found[0])
 
     async def move(self, source: str, target: str, user: str = "") -> None:
         await self.ask(Kind.MOVE, text(user) + text(source) + text(target))
@@ -318,7 +347,7 @@ class Writing:
 
     def _on_frame(self, kind: int, payload: bytes) -> None:
         if kind == CREDIT:
-            self._credit += int.from_bytes(payload[:4], "little")
+            self._credit = min(WINDOW_START, self._credit + int.from_bytes(payload[:4], "little"))
             self._room.set()
         elif kind == DONE and not self._done.done():
             error = failure(payload)

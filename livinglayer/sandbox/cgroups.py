@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+LEFTOVER = 4 << 20  # bytes still charged to a cgroup that may serve again: page cache on its way out
 PERIOD = 100_000  # µs in which a box may use cpu × PERIOD
 Version = Literal["v2", "v1", "none"]
 
@@ -41,6 +42,13 @@ class Cgroups:
         group = self._spare.pop() if self._spare else self._make()
         group.limit(memory, pids, cpu)
         return group
+
+    def put_back(self, group: "Cgroup") -> bool:
+        """The cgroup of a box that has ended: kept for the next box if it is empty and can be made as new, else removed. False while busy."""
+        if self.version == "v1" and len(self._spare) < 4 * self._size and group.renew():
+            self._spare.append(group)
+            return True
+        return group.remove()
 
     def refill(self) -> bool:
         """Make one more for the pool; False when it is full."""
@@ -90,6 +98,24 @@ class Cgroup:
         name = "cgroup.procs" if version == "v2" else "tasks"  # v1: writing cgroup.procs stalls for milliseconds
         self.task_fds = [os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC) for directory in made]
         self._written: dict[str, str] = {}
+        self._places = {controller: f"{path}/" for controller, path in directories.items()}
+        self._before: dict[str, int] = {}  # counts of the last box, which v1 can't reset
+
+    def renew(self) -> bool:
+        """Make it as new for another box; False when something of the last one is left in it."""
+        if self.pids() or _int(self._read("memory", "memory.usage_in_bytes")) > LEFTOVER:
+            return False
+        for controller, name in (("cpuacct", "cpuacct.usage"), ("memory", "memory.max_usage_in_bytes")):
+            self._written.pop(name, None)
+            self._write(controller, name, "0")
+        self._before = {"oom_kills": self._oom_kills(), "pids_refused": self._pids_refused()}
+        return True
+
+    def _oom_kills(self) -> int:
+        return _int(self._read("memory", "memory.oom_control").rpartition("oom_kill ")[2])
+
+    def _pids_refused(self) -> int:
+        return _int(self._read("pids", "pids.events").removeprefix("max "))
 
     def limit(self, memory: int, pids: int, cpu: float) -> None:
         """Set the limits; what is set already costs nothing."""
@@ -111,11 +137,11 @@ class Cgroup:
             self._write("cpu", "cpu.cfs_quota_us", str(quota))
 
     def _write(self, controller: str, name: str, text: str) -> None:
-        directory = self.directories.get(controller)
+        directory = self._places.get(controller)
         if directory is None or self._written.get(name) == text:
             return
         try:
-            fd = os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC)
+            fd = os.open(directory + name, os.O_WRONLY | os.O_CLOEXEC)
         except FileNotFoundError:  # no swap accounting
             return
         try:
@@ -125,11 +151,19 @@ class Cgroup:
         self._written[name] = text
 
     def _read(self, controller: str, name: str) -> str:
-        directory = self.directories.get(controller)
+        directory = self._places.get(controller)
+        if directory is None:
+            return ""
         try:
-            return (directory / name).read_text() if directory else ""
+            fd = os.open(directory + name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return ""
+        try:
+            return os.read(fd, 65536).decode()
+        except OSError:
+            return ""
+        finally:
+            os.close(fd)
 
     def freeze(self) -> None:
         """Stop every process of the box; memory stays. Returns when all have stopped."""
@@ -196,14 +230,13 @@ class Cgroup:
                 "oom_kills": int(events.get("oom_kill", 0)),
                 "pids_refused": _int(self._read("pids", "pids.events").removeprefix("max ")),
             }
-        events = dict(line.split() for line in self._read("memory", "memory.oom_control").splitlines())
         return {
             "cpu_seconds": _int(self._read("cpuacct", "cpuacct.usage")) / 1e9,
             "memory": _int(self._read("memory", "memory.usage_in_bytes")),
             "memory_peak": _int(self._read("memory", "memory.max_usage_in_bytes")),
             "pids": _int(self._read("pids", "pids.current")),
-            "oom_kills": int(events.get("oom_kill", 0)),
-            "pids_refused": _int(self._read("pids", "pids.events").removeprefix("max ")),
+            "oom_kills": self._oom_kills() - self._before.get("oom_kills", 0),
+            "pids_refused": self._pids_refused() - self._before.get("pids_refused", 0),
         }
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from .egress.tls import Authority
 from .layers import Layers
 from .networks import Event, Gateway, Network
 from .snapshots import Snapshots
-from .trace import Trace, prune
+from .trace import KEPT, Trace, prune
 from .zygote import Zygote
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
@@ -59,9 +60,13 @@ class Host:
             os.chmod(directory, mode)
         self.boxes: dict[str, Box] = {}
         self.names: dict[str, str] = {}
+        self.sessions: Counter[str] = Counter()  # leases held by clients
         self.started = time.time()
         self.used = time.monotonic()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.ended: dict[str, Trace] = {}  # traces of boxes that have ended, written behind
+        self._mask: tuple[float, tuple[str, ...]] = (-9.0, ())
+        self._free = (0.0, 0)  # when the disk was last looked at, and what was free
         self._warm: dict[tuple[str, ...], list[Box]] = {}
         self._warming = False
         self._failed: dict[str, LayerError] = {}  # tiers that did not work, and why
@@ -181,12 +186,10 @@ class Host:
         if box.network and self.gateway:
             box.secrets = secret_values
             try:
-                answer = self.gateway.open(box.id, box.network, blueprint.egress, secret_values, record, replay)
-                if blueprint.egress or secret_values or record or replay:
-                    placeholders = (await answer)[0].get("placeholders", {})
-                    box.environment.update(placeholders)
-                else:
-                    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+                placeholders = await self.gateway.serve(
+                    box.id, box.network, blueprint.egress, secret_values, record, replay
+                )
+                box.environment.update(placeholders)
             except BaseException:
                 await self.kill(box)
                 raise
@@ -224,7 +227,9 @@ class Host:
             return tuple(await asyncio.to_thread(self.snapshots.load, snapshot))
         base = "debian" if blueprint.tier in VIRTUAL and blueprint.base == "host" else blueprint.base
         if base == "host" and not blueprint.packages:
-            return self.layers.resolve("host")
+            if time.monotonic() - self._mask[0] > 1:  # a new name in / must not show in boxes for long
+                self._mask = (time.monotonic(), self.layers.resolve("host"))
+            return self._mask[1]
         layers = tuple(await asyncio.to_thread(self.layers.resolve, base, say))
         if blueprint.packages:
             layers = await self._build(blueprint, layers, say)
@@ -270,7 +275,9 @@ class Host:
     ) -> Box:
         """The parts of a box that cost microseconds: a directory, a cgroup, a record."""
         id = new_id()
-        if self.disk.free() < 64 << 20:
+        if time.monotonic() - self._free[0] > 0.5:
+            self._free = (time.monotonic(), self.disk.free())
+        if self._free[1] < 64 << 20:
             raise LimitExceeded("the host's disk is full", hint="layer box list; kill what is not needed")
         if upper_from is None:
             upper = self.disk.create(id, blueprint.disk)
@@ -344,7 +351,9 @@ class Host:
             self.names.pop(box.name, None)
             box.forget(self.records)
         self.boxes.pop(box.id, None)
-        box.trace.flush()
+        self.ended[box.id] = box.trace
+        while len(self.ended) > KEPT:
+            self.ended.pop(next(iter(self.ended)))
         self.used = time.monotonic()
 
     def _drop_resources(self, box: Box) -> None:
@@ -352,12 +361,12 @@ class Host:
         if self.gateway:
             self.gateway.forget(box.id)
         if box.network:
-            box.network.close()
+            self.gateway.put_back(box.network) if self.gateway else box.network.close()
             box.network, box.spec.netns, box.spec.held = None, None, []
         if box.root_fd is not None:
             os.close(box.root_fd)
             box.root_fd = None
-        if not box.spec.cgroup.remove():
+        if not self.cgroups.put_back(box.spec.cgroup):
             self.spawn_task(self._remove_later(box.spec.cgroup.directories))
 
     async def _remove_later(self, directories: dict[str, Path]) -> None:
@@ -424,7 +433,7 @@ class Host:
             self._live(box)
             box.environment |= extra
             if box.network and self.gateway:
-                await self.gateway.open(box.id, box.network, box.blueprint.egress, box.secrets, None, None)
+                await self.gateway.serve(box.id, box.network, box.blueprint.egress, box.secrets)
         elif box.state == "running":
             return
         else:
@@ -489,12 +498,20 @@ class Host:
                     box.trace.add("usage", **box.spec.cgroup.stats())
                 with contextlib.suppress(LayerError):
                     await self._idle(box)
+            if count % 5 == 0:
+                self.write_traces()
             if count % 300 == 0:
                 prune(self.traces, set(self.boxes))
             if self.boxes and any(box.name or box.owner for box in self.boxes.values()):
                 self.used = time.monotonic()
             if IDLE_SECONDS and time.monotonic() - self.used > IDLE_SECONDS:
                 self.stopping.set()
+
+    def write_traces(self) -> None:
+        """Write the traces of boxes that have ended."""
+        for trace in self.ended.values():
+            trace.flush()
+        self.ended.clear()
 
     async def _idle(self, box: Box) -> None:
         idle, quiet = box.blueprint.idle, time.monotonic() - box.touched
@@ -627,7 +644,7 @@ class Host:
         for child in children:
             child.parent, child.secrets = box.id, box.secrets
             if child.network and self.gateway:
-                await self.gateway.open(child.id, child.network, box.blueprint.egress, box.secrets, None, None)
+                await self.gateway.serve(child.id, child.network, box.blueprint.egress, box.secrets)
             child.trace.add("create", tier=child.blueprint.tier, parent=box.id)
             child.save(self.records)
         box.trace.add("fork", children=[child.id for child in children])
@@ -763,7 +780,7 @@ class Host:
             self._live(box)
             box.state = record["state"]
             if self.gateway:
-                await self.gateway.open(id, box.network, blueprint.egress, {}, None, None)
+                await self.gateway.serve(id, box.network, blueprint.egress, {})
             if box.state == "running":
                 await asyncio.wait_for(box.guest.agent.ping(), 5)
         else:
@@ -806,8 +823,11 @@ class Host:
     async def close(self) -> None:
         """End: ephemeral boxes are killed, named ones stay with the spawner."""
         self.stopping.set()
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=5)
         going = [box for box in self.boxes.values() if box.name is None or not isinstance(box.guest, NamespaceGuest)]
         for box in going:
             with contextlib.suppress(LayerError):
@@ -815,10 +835,15 @@ class Host:
                     await self.kill(box)
                 elif box.state in ("running", "paused"):
                     await self.suspend(box)
+        await asyncio.sleep(0)  # the end of each is told by a callback
+        self.write_traces()
         for box in self.boxes.values():
             box.trace.flush()
             box.save(self.records)
             box.spec.cgroup.close()
+        staying = [box for box in self.boxes.values() if box.state in ("running", "paused")]
+        if self.spawner:
+            self.spawner.stays = bool(staying)
         for driver in self._drivers.values():
             with contextlib.suppress(LayerError):
                 await driver.close()
@@ -826,11 +851,14 @@ class Host:
             self.zygote.close()
         if self.gateway:
             self.gateway.close()
-        if self.spawner and "namespace" not in self._drivers:
+        if self.spawner:
             self.spawner.close()
+        kept = {str(path) for box in staying for path in box.spec.cgroup.directories.values()}
+        for _ in range(200):  # a process that is leaving holds its cgroup for a moment
+            if all([remove_cgroup(path) for path in self.cgroups.leftovers(kept)]):
+                break
+            await asyncio.sleep(0.005)
         self.cgroups.close()
-        staying = any(box.state in ("running", "paused") for box in self.boxes.values())
-        await asyncio.sleep(0)
         self.disk.close(unmount=not staying)
 
 

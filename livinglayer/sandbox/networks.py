@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 from ..errors import Invalid, Unavailable
 
 MESSAGE = 65536
+REUSED = 64  # networks kept for the next box
 Event = dict[str, Any]
 
 
@@ -26,6 +28,7 @@ class Network:
     tcp: int
     dns: int
     channel: int
+    used: bool = False  # the gateway has served it: not to be given to another box
 
     @property
     def fds(self) -> list[int]:
@@ -119,7 +122,7 @@ class Gateway:
         if self._closing:
             return
         self._start()
-        for network, message in self._open.values():
+        for network, message in [entry for entry in self._open.values() if entry[0].used]:
             self._request(message, [network.tcp, network.dns]).add_done_callback(_ignore)
 
     def _request(
@@ -167,16 +170,30 @@ class Gateway:
             await waiter
         return self._spare.pop()
 
-    def open(
+    def put_back(self, network: Network) -> None:
+        """A network of a box that has ended. One that was never touched serves the next box: nobody has accepted anything in it, nothing
+        waits in its listeners, and all who could have asked are dead. Any other is dropped."""
+        waits = select.poll()
+        for fd in (network.tcp, network.dns, network.channel):
+            waits.register(fd, select.POLLIN)
+        if network.used or self._closing or len(self._spare) >= REUSED or waits.poll(0):
+            network.close()
+        else:
+            self._spare.append(network)
+
+    async def serve(
         self,
         box: str,
         network: Network,
         rules: Sequence[Any],
         secrets: Mapping[str, str],
-        record: str | None,
-        replay: str | None,
-    ) -> "asyncio.Future[tuple[dict[str, Any], list[int]]]":
-        """Let the gateway serve a box by these rules."""
+        record: str | None = None,
+        replay: str | None = None,
+    ) -> dict[str, str]:
+        """Let the gateway serve a box by these rules; the placeholders of its secrets.
+
+        With nothing allowed the gateway hears of the box only when it tries: then it refuses and tells, like any refusal.
+        """
         message = {
             "do": "open",
             "box": box,
@@ -186,20 +203,48 @@ class Gateway:
             "replay": replay,
         }
         self._open[box] = (network, message)
-        return self._request(message, [network.tcp, network.dns])
+        if rules or secrets or record or replay:
+            network.used = True
+            found: dict[str, str] = (await self._request(message, [network.tcp, network.dns]))[0].get(
+                "placeholders", {}
+            )
+            return found
+        for fd in (network.tcp, network.dns):
+            self._loop.add_reader(fd, self._tried, box)
+        return {}
+
+    def _tried(self, box: str) -> None:
+        """A box that may reach nothing tries to: from now on the gateway serves it."""
+        network, message = self._open[box]
+        self._unwatch(network)
+        network.used = True
+        self._request(message, [network.tcp, network.dns]).add_done_callback(_ignore)
+
+    def _unwatch(self, network: Network) -> None:
+        if not network.used:
+            for fd in (network.tcp, network.dns):
+                self._loop.remove_reader(fd)
 
     async def change(self, box: str, rules: Sequence[Any]) -> None:
         """Other rules from now on."""
-        await self._request({"do": "rules", "box": box, "rules": list(rules)})
-        self._open[box][1]["rules"] = list(rules)
+        network, message = self._open[box]
+        if network.used:
+            await self._request({"do": "rules", "box": box, "rules": list(rules)})
+        else:
+            self._unwatch(network)
+            network.used = True
+            await self._request(message | {"rules": list(rules)}, [network.tcp, network.dns])
+        message["rules"] = list(rules)
 
     def forget(self, box: str) -> None:
         """The box has ended."""
-        if self._open.pop(box, None):
-            try:
-                self._request({"do": "close", "box": box}).add_done_callback(_ignore)
-            except Unavailable:
-                pass
+        if found := self._open.pop(box, None):
+            self._unwatch(found[0])
+            if found[0].used:
+                try:
+                    self._request({"do": "close", "box": box}).add_done_callback(_ignore)
+                except Unavailable:
+                    pass
 
     def close(self) -> None:
         """End the gateway."""

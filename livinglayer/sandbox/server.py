@@ -15,11 +15,14 @@ from ..errors import Conflict, Invalid, LayerError, TimedOut, Unavailable
 from .agent import Writing, failure
 from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
+from .changes import of_upper
 from .commands import Command, encode_exec, exec_flags
 from .host import Host
 from .trace import read as read_trace
+from .trace import tail
 from .wire import CALL, DONE, ERROR, EXIT, HEAD, PROGRESS, RESULT, STARTED, STDERR, STDOUT, Frames, Kind, text
 
+FLOOD = 64 << 20  # bytes that may wait for a client before it is hung up on
 HIGH = 1 << 20  # bytes that may wait for a slow client before its command is held
 
 
@@ -89,7 +92,11 @@ class Connection(asyncio.Protocol):
         if self._task:
             self._task.cancel()
         if self.leases and self.session:
-            self.host.session_ended(self.session)
+            held = self.host.sessions
+            held[self.session] -= 1
+            if not held[self.session]:  # threads of one client may have taken more than one
+                del held[self.session]
+                self.host.session_ended(self.session)
 
     def pause_writing(self) -> None:
         if self.stream:
@@ -115,6 +122,9 @@ class Connection(asyncio.Protocol):
         """One frame to the client."""
         if not self.gone:
             self.transport.write(HEAD.pack(len(payload), 0, kind) + payload)
+            # events of a watch have no window: a client that does not read loses them
+            if self.transport.get_write_buffer_size() > FLOOD:
+                self.transport.abort()
 
     def result(self, value: Any) -> None:
         """The end of a request that went well; long answers come in parts."""
@@ -179,6 +189,11 @@ class Connection(asyncio.Protocol):
 
             traceback.print_exc()
             self.error(Unavailable(f"the host could not do that: {error}"))
+        except Exception as error:  # a defect of ours: its caller must not wait for ever
+            import traceback
+
+            traceback.print_exc()
+            self.error(Unavailable(f"the host failed: {error!r}"))
         finally:
             self._task = None
 
@@ -290,7 +305,7 @@ def start_command(connection: Connection, box: Box, request: dict[str, Any]) -> 
         argv, user, cwd, variables, exec_flags(bool(pty), bool(request.get("stdin"))), *(pty or (24, 80))
     )
     box.touch()
-    command = Command(box, argv, None, background=background, timeout=timeout)
+    command = Command(box, argv, None, background=background, pty=bool(pty), timeout=timeout)
     if background:
         _answer_when_started(connection, command)
     else:
@@ -611,7 +626,7 @@ async def relay(host: Host, box: Box, port: int, reader: asyncio.StreamReader, w
             writer.write(payload)
             host.spawn_task(give_back(len(payload)))
         elif kind == Kind.CREDIT:
-            credit += int.from_bytes(payload[:4], "little")
+            credit = min(1 << 20, credit + int.from_bytes(payload[:4], "little"))
             room.set()
         elif kind == DONE and not over.done():
             over.set_result(None)
@@ -652,7 +667,12 @@ async def relay(host: Host, box: Box, port: int, reader: asyncio.StreamReader, w
 
 @verb("hello")
 async def hello(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
-    connection.session, connection.leases = str(request["session"]), bool(request.get("lease"))
+    if connection.session is None and request.get("lease"):
+        connection.leases = True
+        connection.host.sessions[str(request["session"])] += 1
+    elif connection.session not in (None, request["session"]):
+        raise Conflict("this connection belongs to another session")
+    connection.session = str(request["session"])
     return {"pid": os.getpid(), "started": connection.host.started}
 
 
@@ -727,7 +747,8 @@ async def fork(connection: Connection, request: dict[str, Any]) -> list[dict[str
     box = host.find(request["box"])
     if box.asleep:
         await host.awake(box)
-    return [child.describe() for child in await host.fork(box, request.get("count", 1), request.get("session"))]
+    forks = await host.fork(box, request.get("count", 1), request.get("session"), request.get("names") or ())
+    return [child.describe() for child in forks]
 
 
 @verb("metrics")
@@ -742,10 +763,27 @@ async def trace(connection: Connection, request: dict[str, Any]) -> list[dict[st
     try:
         return host.find(request["box"]).trace.events()
     except LayerError:
+        if ended := host.ended.get(request["box"]):
+            return ended.events()
         path = host.traces / f"{Path(str(request['box'])).name}.jsonl"
         if not path.exists():
             raise
         return list(read_trace(path))
+
+
+@verb("trace.more")
+async def trace_more(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """What a trace holds after `offset`; waits a while for something when there is nothing."""
+    host, id, offset = connection.host, request["box"], int(request.get("offset") or 0)
+    deadline = time.monotonic() + 10
+    while True:
+        box = host.boxes.get(id)
+        if found := box.trace if box else host.ended.get(id):
+            found.flush()
+        events, offset = tail(host.traces / f"{Path(str(id)).name}.jsonl", offset)
+        if events or box is None or time.monotonic() > deadline:
+            return {"events": events, "offset": offset, "ended": box is None}
+        await asyncio.sleep(0.1)
 
 
 @verb("changes")
@@ -753,7 +791,7 @@ async def changes(connection: Connection, request: dict[str, Any]) -> list[dict[
     """The files a box has changed, as its overlay holds them."""
     host = connection.host
     box = host.find(request["box"])
-    return await asyncio.to_thread(host.snapshots.changes, box.spec.root.upper / "u")
+    return [asdict(change) for change in await asyncio.to_thread(of_upper, box.spec.root.upper / "u")]
 
 
 @verb("egress")
@@ -763,12 +801,13 @@ async def egress(connection: Connection, request: dict[str, Any]) -> None:
 
 @verb("snapshots")
 async def snapshots(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
-    return [asdict(found) for found in await asyncio.to_thread(connection.host.snapshots.list)]
+    return [asdict(found) for found in await asyncio.to_thread(connection.host.snapshots.list_snapshots)]
 
 
 @verb("snapshot.diff")
 async def snapshot_diff(connection: Connection, request: dict[str, Any]) -> Any:
-    return await asyncio.to_thread(connection.host.snapshots.diff, request["a"], request["b"])
+    found = await asyncio.to_thread(connection.host.snapshots.diff, request["a"], request["b"])
+    return [asdict(change) for change in found]
 
 
 @verb("snapshot.remove")
@@ -780,7 +819,7 @@ async def snapshot_remove(connection: Connection, request: dict[str, Any]) -> No
 async def doctor(connection: Connection, request: dict[str, Any]) -> Any:
     from .doctor import examine
 
-    return await examine(connection.host, connection.say)
+    return await examine(connection.host, connection.say, request.get("tiers"))
 
 
 @verb("shutdown")

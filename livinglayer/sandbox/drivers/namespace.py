@@ -9,6 +9,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,8 +41,10 @@ class Spawner:
         self.on_exit: dict[str, Callable[[int], None]] = {}
         self.on_death: Callable[[], None] = lambda: None
         self.by_path = os.environ.get("LAYER_OVERLAY_BY_PATH") == "1"
+        self.stays = False  # a named box keeps it
         path = run / "spawner.sock"
         self._socket = _connect(path) or _start(path, state, disk)
+        self._pid = int((run / "spawner.pid").read_text())
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket.fileno(), self._readable)
 
@@ -56,7 +59,10 @@ class Spawner:
             if not data:
                 self._loop.remove_reader(self._socket.fileno())
                 for pending in self._answers.values():
-                    pending.set_exception(Unavailable("the spawner has died", hint="the host starts anew; try again"))
+                    if not pending.done():
+                        pending.set_exception(
+                            Unavailable("the spawner has died", hint="the host starts anew; try again")
+                        )
                 self._answers.clear()
                 return self.on_death()
             fds = [fd for _, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])]
@@ -68,7 +74,10 @@ class Spawner:
             elif op == HELD:
                 self._held.setdefault(serial, []).append((name, value, base, fds))
             elif (answer := self._answers.pop(serial, None)) is not None:
-                if value < 0:
+                if answer.done():  # whoever asked has left
+                    for fd in fds:
+                        os.close(fd)
+                elif value < 0:
                     answer.set_exception(
                         Unavailable(f"the spawner refused: {name}: {os.strerror(-value)}", hint="layer doctor")
                     )
@@ -134,9 +143,15 @@ class Spawner:
         return self.request(SPAWN, strings, fds, self._flags(spec), len(tasks), len(layers), len(mounts), len(held))
 
     def close(self) -> None:
-        """Hang up: ephemeral boxes end, named ones stay."""
+        """Hang up: ephemeral boxes end, named ones stay and the spawner with them, else it is waited for."""
+        if self._socket.fileno() < 0:
+            return
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
+        deadline = time.monotonic() + 1
+        with contextlib.suppress(ChildProcessError):  # it was started by an earlier host
+            while not self.stays and not os.waitpid(self._pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+                time.sleep(0.001)
 
 
 def _connect(path: Path) -> socket.socket | None:
@@ -287,6 +302,9 @@ class NamespaceDriver:
             await agent.ready
         except BaseException:
             agent.close()
+            if not answer.done() or not answer.exception():  # it may be on its way, and must not outlive who asked for it
+                with contextlib.suppress(Unavailable):
+                    self.spawner.request(KILL, [spec.id], []).add_done_callback(_ignore)
             raise
         return guest
 
@@ -307,6 +325,11 @@ class NamespaceDriver:
 
     async def close(self) -> None:
         self.spawner.close()
+
+
+def _ignore(answer: "asyncio.Future[tuple[int, int, list[int]]]") -> None:
+    if not answer.cancelled():
+        answer.exception()
 
 
 def open_mount(source: str, readonly: bool) -> int:
