@@ -836,6 +836,7 @@ class Host:
                 elif box.state in ("running", "paused"):
                     await self.suspend(box)
         await asyncio.sleep(0)  # the end of each is told by a callback
+        await asyncio.sleep(0)  # the end of each is told by a callback
         self.write_traces()
         for box in self.boxes.values():
             box.trace.flush()

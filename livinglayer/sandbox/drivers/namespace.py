@@ -42,8 +42,10 @@ class Spawner:
         self.on_death: Callable[[], None] = lambda: None
         self.by_path = os.environ.get("LAYER_OVERLAY_BY_PATH") == "1"
         self.stays = False  # a named box keeps it
+        self.stays = False  # a named box keeps it
         path = run / "spawner.sock"
         self._socket = _connect(path) or _start(path, state, disk)
+        self._pid = int((run / "spawner.pid").read_text())
         self._pid = int((run / "spawner.pid").read_text())
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket.fileno(), self._readable)
@@ -325,6 +327,11 @@ class NamespaceDriver:
 
     async def close(self) -> None:
         self.spawner.close()
+
+
+def _ignore(answer: "asyncio.Future[tuple[int, int, list[int]]]") -> None:
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _ignore(answer: "asyncio.Future[tuple[int, int, list[int]]]") -> None:
