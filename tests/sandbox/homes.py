@@ -95,6 +95,8 @@ def home(environment: Mapping[str, str] = {}) -> Iterator[Home]:
             yield made
             made.hang_up()
             made.stop()
+            with contextlib.suppress(AssertionError):  # another test's mount namespace may hold our disk for a moment
+                wait_for(lambda: not made.remains())
             left = made.remains()
     finally:
         made.remove()
