@@ -365,6 +365,12 @@ class Writing:
         self._credit -= len(data)
         self._agent.send(Kind.INPUT, data, self._number)
 
+    def cancel(self) -> None:
+        """Leave it half written."""
+        self._agent.drop(self._number)
+        if not self._agent.closed:
+            self._agent.send(Kind.CANCEL, b"", self._number)
+
     async def end(self) -> None:
         """Close the file; raises what went wrong on the way."""
         try:

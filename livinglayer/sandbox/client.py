@@ -9,19 +9,21 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from .. import errors
-from ..errors import LayerError, Unavailable
+from ..errors import LayerError, LimitExceeded, Unavailable
 from ..settings import state_directory
-from .wire import CALL, ERROR, HEAD, PROGRESS, RESULT, Frames
+from .wire import CALL, ERROR, HEAD, PAYLOAD_MAX, PROGRESS, RESULT, Frames
 
 T = TypeVar("T")
 ERRORS: dict[str, type[LayerError]] = {
@@ -47,6 +49,9 @@ class Wire(Protocol):
     async def receive(self) -> bytes:
         """What has come; b"" when the host has hung up."""
 
+    def stale(self) -> bool:
+        """Whether an idle wire has been hung up on."""
+
     def close(self) -> None: ...
 
 
@@ -55,12 +60,38 @@ class BlockingWire:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._early: deque[bytes] = deque()  # what came while we were sending
+        self._reading = threading.Lock()
 
     async def send(self, data: bytes) -> None:
-        self._socket.sendall(data)
+        sent = self._socket.send(data, socket.MSG_DONTWAIT) if len(data) < 65536 else 0
+        if sent == len(data):
+            return
+        # A command may answer while it is fed: who only sends and never reads would wait for it, and it for them.
+        left, poll = memoryview(data)[sent:], select.poll()
+        while left:
+            reads = self._reading.acquire(blocking=False)
+            try:
+                poll.register(self._socket, select.POLLOUT | (select.POLLIN if reads else 0))
+                ((_, events),) = poll.poll()
+                if reads and events & (select.POLLIN | select.POLLHUP):
+                    if not (came := self._socket.recv(262144, socket.MSG_DONTWAIT)):
+                        raise ConnectionResetError
+                    self._early.append(came)
+                if events & (select.POLLOUT | select.POLLERR):
+                    left = left[self._socket.send(left[: 1 << 20], socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                pass
+            finally:
+                if reads:
+                    self._reading.release()
 
     async def receive(self) -> bytes:
-        return self._socket.recv(262144)
+        with self._reading:
+            return self._early.popleft() if self._early else self._socket.recv(262144)
+
+    def stale(self) -> bool:
+        return _has_ended(self._socket)
 
     def close(self) -> None:
         self._socket.close()
@@ -72,15 +103,52 @@ class AsyncWire:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket, self._loop = connection, asyncio.get_running_loop()
+        self._early: deque[bytes] = deque()
+        self._reading = asyncio.Lock()
 
     async def send(self, data: bytes) -> None:
-        await self._loop.sock_sendall(self._socket, data)
+        if len(data) < 65536:
+            return await self._loop.sock_sendall(self._socket, data)
+        sending = asyncio.ensure_future(self._loop.sock_sendall(self._socket, data))
+        try:
+            while not sending.done():
+                if self._reading.locked():  # somebody reads already
+                    await asyncio.wait([sending], timeout=0.05)
+                    continue
+                async with self._reading:
+                    reading = asyncio.ensure_future(self._loop.sock_recv(self._socket, 262144))
+                    await asyncio.wait([sending, reading], return_when=asyncio.FIRST_COMPLETED)
+                    if not reading.done():
+                        reading.cancel()
+                        await asyncio.wait([reading])
+                    if not reading.cancelled():
+                        if not (came := reading.result()):
+                            raise ConnectionResetError
+                        self._early.append(came)
+            sending.result()
+        finally:
+            sending.cancel()
 
     async def receive(self) -> bytes:
-        return await self._loop.sock_recv(self._socket, 262144)
+        async with self._reading:
+            return self._early.popleft() if self._early else await self._loop.sock_recv(self._socket, 262144)
+
+    def stale(self) -> bool:
+        return _has_ended(self._socket)
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the host has hung up on a connection that waits for nothing."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 class Connection:
@@ -114,7 +182,13 @@ class Connection:
 
     async def begin(self, request: dict[str, Any], *more: tuple[int, bytes]) -> None:
         """Send a request."""
-        await self.send((CALL, json.dumps(request).encode()), *more)
+        payload = json.dumps(request).encode()
+        if len(payload) > PAYLOAD_MAX:
+            raise LimitExceeded(
+                f"the request takes {len(payload)} bytes, more than {PAYLOAD_MAX}",
+                hint="write large arguments, code or environment into a file of the box, or send them as its input",
+            )
+        await self.send((CALL, payload), *more)
 
     async def end(
         self,
@@ -133,6 +207,10 @@ class Connection:
                 parts.append(payload[1:]) if payload[:1] == b"+" else say(payload[1:].decode())
             else:
                 on_frame(kind, payload)
+
+    def stale(self) -> bool:
+        """Whether the host has hung up: it may have ended since."""
+        return self._wire.stale()
 
     def close(self) -> None:
         self.broken = True
@@ -171,9 +249,10 @@ class Client:
         with self._lock:
             while self._idle:
                 connection = self._idle.pop()
-                if not connection.broken:
+                if not connection.broken and not connection.stale():
                     return connection
-        if self._lease is None or self._lease.broken:
+                connection.close()
+        if self._lease is None or self._lease.broken or self._lease.stale():
             lease = Connection(self._wire(connect(self.state)))
             await lease.begin({"do": "hello", "session": self.session, "lease": True})
             await lease.end()

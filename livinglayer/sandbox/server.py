@@ -63,6 +63,8 @@ class Connection(asyncio.Protocol):
     @stream.setter
     def stream(self, stream: Stream | None) -> None:
         self._stream = stream
+        if stream is None and not self.gone:
+            self.transport.resume_reading()  # an input that nobody wants any more is read away
         early, self._early = self._early, []
         for kind, payload in early if stream else ():
             self._pass_on(kind, payload)
@@ -477,10 +479,14 @@ async def files_write(connection: Connection, request: dict[str, Any]) -> int:
         box.agent, path, int(request.get("mode") or 0o644), _user(box, request), bool(request.get("append"))
     )
     size = 0
-    while (data := await stream.next()) is not None:
-        size += len(data)
-        await writing.send(data)
-    await writing.end()
+    try:
+        while (data := await stream.next()) is not None:
+            size += len(data)
+            await writing.send(data)
+        await writing.end()
+    except asyncio.CancelledError:  # its client left midway
+        writing.cancel()
+        raise
     box.trace.add("file", act="write", path=path, bytes=size)
     return size
 

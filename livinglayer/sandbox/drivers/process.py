@@ -14,10 +14,10 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from ...errors import Invalid, LimitExceeded
+from ...errors import Invalid, LimitExceeded, Unavailable
 from ..agent import Agent
 from ..blueprint import Tier
-from ..driver import Capabilities, Guest, Spec
+from ..driver import Capabilities, Guest, Root, Spec
 from ..native import build
 
 FIRST_USER, USERS = 61184, 4000  # ids that no account has: code of a root host still runs as nobody in particular
@@ -70,6 +70,27 @@ def descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             found += [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     return found[::-1]
+
+
+def copy_layers(root: Root) -> None:
+    """Fill a box's directory with what a snapshot of this tier holds: nothing is mounted here, so it is copied (blocks are shared)."""
+    directory = root.upper.parent.parent / "layers"
+    if not all((directory / name).is_dir() and len(name) == 64 for name in root.layers):
+        raise Invalid(
+            "tier 'process' begins at snapshots of its own boxes only", hint="use the tier the snapshot was taken of"
+        )
+    for name in reversed(root.layers):
+        command = [
+            "cp",
+            "--archive",
+            "--reflink=auto",
+            "--no-target-directory",
+            str(directory / name),
+            str(root.upper / "u"),
+        ]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Unavailable(f"a snapshot could not be copied: {done.stderr.strip()[-500:]}")
 
 
 def hand_over(root: Path, user: int | None) -> None:
@@ -130,7 +151,16 @@ class ProcessDriver:
         root = spec.root.upper / "u"
         user = self._take_user(spec.id) if os.geteuid() == 0 else None
         os.chmod(spec.root.upper, 0o711)  # the host's own, or the box could put a link in the place of its root
-        hand_over(root, user)
+        try:
+            if spec.root.layers:
+                await asyncio.to_thread(copy_layers, spec.root)
+                spec.root = Root((), spec.root.upper)
+            hand_over(root, user)
+        except BaseException:
+            self._users.discard(user)
+            for end in (ours, theirs):
+                end.close()
+            raise
         spec.environment.update(HOME=str(root / "home/user"), TMPDIR=str(root / "tmp"), USER="user")
         tasks, number = list(spec.cgroup.task_fds), theirs.fileno()
 

@@ -983,11 +983,14 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
         if (parent >= 0) close(parent);
         break;
     }
-    case CHMOD:
-        fd = open_path(path, O_RDONLY | O_NONBLOCK, 0);
-        failed = fd < 0 || fchmod(fd, number & 07777);
+    case CHMOD: { // by O_PATH: an owner may change a file that it can't read
+        char link[64];
+        fd = open_path(path, O_PATH, 0);
+        snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+        failed = fd < 0 || chmod(link, number & 07777);
         if (fd >= 0) close(fd);
         break;
+    }
     case WATCH:
         fd = open_path(path, O_RDONLY | O_DIRECTORY, 0);
         failed = fd < 0;
