@@ -10,7 +10,10 @@ help:  ## list these commands
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup:  ## install what is missing (Debian packages, .venv/); quick when nothing is
-	@tools/setup.sh
+	@tools/setup.sh $(NEEDS)
+
+test check torture: NEEDS := test
+bench: NEEDS := test bench
 
 up: setup  ## make a demo layer in demo/ and say what to do with it
 	@$(PYTHON) tools/demo.py demo

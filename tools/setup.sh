@@ -1,5 +1,6 @@
 #!/bin/sh
 # Installs the Debian packages that are missing and builds .venv/. Does nothing, quickly, when all is there.
+# `setup.sh` installs what running needs, `setup.sh test` also what the tests use, `setup.sh test bench` also the peers that are measured.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -34,13 +35,95 @@ has_postgres() {
     return 1
 }
 
+# What boxes need, by the command or file that shows that it is there. The layer itself works without: a tier that lacks
+# something is reported by `layer doctor`, which tries each of them.
+sandbox_packages() {
+    while read -r need package group; do
+        case " run $* " in *" $group "*) ;; *) continue ;; esac
+        case $need in
+            /*) for found in $need; do [ -e "$found" ] || echo "$package"; break; done ;;
+            *) PATH=$PATH:/usr/sbin:/sbin command -v "$need" >/dev/null || echo "$package" ;;
+        esac
+    done <<END
+cc gcc run
+/usr/include/stdio.h libc6-dev run
+/usr/include/seccomp.h libseccomp-dev run
+/usr/lib/*/libnftables.so.1 nftables run
+mkfs.btrfs btrfs-progs run
+ip iproute2 run
+unshare util-linux run
+openssl openssl run
+crun crun run
+runsc runsc run
+qemu-system-x86_64 qemu-system-x86 run
+mkfs.erofs erofs-utils run
+mkfs.ext4 e2fsprogs run
+debootstrap debootstrap run
+skopeo skopeo run
+git git test
+curl curl test
+strace strace test
+runc runc test
+umoci umoci test
+node nodejs test
+npm npm test
+bwrap bubblewrap bench
+podman podman bench
+END
+}
+
+become_root() {
+    root=
+    [ "$(id -u)" = 0 ] && return
+    command -v sudo >/dev/null || return 1
+    root=sudo
+}
+
+# A release may lack one of them (Ubuntu has no runsc): the others are installed all the same.
+install_sandbox() {
+    command -v apt-get >/dev/null && become_root || {
+        say "boxes need packages that only root can install: $*; see layer doctor"
+        return
+    }
+    $root apt-get update -q </dev/null >&2 || say "apt-get update failed, trying with the package lists at hand"
+    there=
+    for package in "$@"; do
+        if [ -n "$(apt-cache policy "$package" 2>/dev/null | sed -n 's/^  Candidate: \([^(]*\)$/\1/p')" ]; then
+            there="$there $package"
+        else
+            say "this release has no package $package; see layer doctor for what is lost"
+        fi
+    done
+    [ -n "$there" ] || return 0
+    say "installing$there"
+    # shellcheck disable=SC2086  # a list of names
+    $root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $there </dev/null >&2 ||
+        say "apt-get could not install$there; see layer doctor for what is lost"
+}
+
+# The runsc of Debian 12 is older than its `ls`; its backports have one that works. The machine's own sources stay as they are.
+newer_runsc() {
+    version=$(runsc --version 2>/dev/null | sed -n 's/^runsc version .*\(20[0-9]\{6\}\).*/\1/p')
+    [ -n "$version" ] && [ "$version" -lt 20240729 ] || return 0
+    codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+    mirror=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | sed -n "s/ $codename\$//p" | head -n 1)
+    [ -n "$mirror" ] && become_root || return 0
+    say "installing a newer runsc from $codename-backports"
+    spare=$(mktemp -d)
+    chmod 755 "$spare"
+    mkdir -p "$spare/lists/partial"
+    echo "deb $mirror $codename-backports main" >"$spare/backports.list"
+    options="-o Dir::Etc::SourceList=/dev/null -o Dir::Etc::SourceParts=$spare -o Dir::State::Lists=$spare/lists"
+    # shellcheck disable=SC2086  # a list of options
+    $root apt-get $options update -q </dev/null >&2 &&
+        $root env DEBIAN_FRONTEND=noninteractive apt-get $options install -q -y --no-install-recommends runsc </dev/null >&2 ||
+        say "apt-get could not; tier gvisor will be missing"
+    $root rm -rf "$spare"
+}
+
 install() {
     command -v apt-get >/dev/null || fail "please install $* yourself: this machine has no apt-get"
-    root=
-    if [ "$(id -u)" != 0 ]; then
-        command -v sudo >/dev/null || fail "please run as root, or install sudo: the Debian packages $* are missing"
-        root=sudo
-    fi
+    become_root || fail "please run as root, or install sudo: the Debian packages $* are missing"
     say "installing $*"
     # Debian starts a server of its own when PostgreSQL is installed; the tests bring theirs, so ask for none.
     quiet=/etc/postgresql-common/createcluster.d/livinglayer.conf
@@ -67,6 +150,12 @@ if ! can_make_venv "$python"; then
     can_make_venv "$python" || fail "Python 3.11 or newer with venv is needed; $python is $("$python" --version 2>&1)"
 fi
 has_postgres || fail "PostgreSQL 15 or newer is needed in /usr/lib/postgresql"
+
+# shellcheck disable=SC2046  # a list of names
+missing=$(sandbox_packages "$@")
+# shellcheck disable=SC2086
+[ -z "$missing" ] || install_sandbox $missing
+newer_runsc
 
 # .venv/ is current when it was made here, by this script, from this pyproject.toml.
 want=$( (pwd; cat pyproject.toml tools/setup.sh) | cksum)
