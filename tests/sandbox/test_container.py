@@ -148,6 +148,8 @@ def test_killed_while_frozen_and_nothing_is_left(state: Path, runtime: str) -> N
             assert list(guest.spec.directory.iterdir()) == []
             assert reaped(guest.pid)
             assert list(traces(name)) == []
+            theirs = {path.parent for path in guest.spec.cgroup.directories.values()}
+            assert set(Path("/sys/fs/cgroup").glob(f"*/{parts.cgroups.name}")) == theirs
             again = await driver.start(guest.spec)  # the same name, directory and files
             assert (await run(again, "true")).code == 0
             await again.kill()

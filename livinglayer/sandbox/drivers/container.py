@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from ..native import build
 from . import launch, oci
 
 INSTALL = "apt-get install crun"
+OTHERS = "pause keeps it in memory; tiers gvisor, microvm and vm keep it on disk"
 HYBRID = Path("/sys/fs/cgroup/unified")
 
 
@@ -30,7 +32,7 @@ class ContainerDriver:
     def __init__(self, parts: launch.Parts, runtime: str | None = None) -> None:
         self.parts, self.spawner, self.native = parts, launch.spawner_of(parts), build(parts.state)
         self.runtime = runtime or ("crun" if shutil.which("crun") else "runc")
-        self.suspends = "it was not tried yet"  # why memory can't be kept; empty when it can
+        self.suspends = "it was not tried yet"  # why memory can't be kept
         self.capabilities = Capabilities(
             isolation="shares the host's kernel, through an allow-list of system calls; namespaces made by an OCI runtime"
         )
@@ -42,6 +44,7 @@ class ContainerDriver:
             found = f" ({' and '.join(others)} is here, but a box needs the runtime beneath it)" if others else ""
             raise Unavailable(f"neither crun nor runc is installed{found}", hint=INSTALL)
         await launch.trial(self.tier, self.start, self.parts)
+        self.suspends = await asyncio.to_thread(why_no_memory)
 
     async def start(self, spec: Spec) -> "ContainerGuest":
         """Unavailable with the runtime's own words when it can't."""
@@ -95,9 +98,8 @@ class ContainerDriver:
             linux = config["linux"]
             assert isinstance(linux, dict)
             linux["seccomp"] = oci.seccomp(oci.syscalls())
-            if paths := launch.cgroup_files(spec):
-                linux["cgroupsPath"] = "/" + "/".join(Path(paths[0]).parts[-3:-1])
-            command = ["runc", "--root", str(directory / "state"), "--log", str(log), *common]
+            linux["cgroupsPath"] = _leave_to_runc(spec)
+            command = launch.joined(spec, ["runc", "--root", str(directory / "state"), "--log", str(log), *common])
         (stage / "config.json").write_text(json.dumps(config))
         launch.run(command, log, spec.id, stdio)
         started = int(pid.read_text())
@@ -107,13 +109,13 @@ class ContainerDriver:
     def forget(self, spec: Spec) -> None:
         """Remove what the runtime keeps of a box that has ended."""
         directory = spec.directory / "oci"
-        if self.runtime == "runc":  # it made cgroups in hierarchies of its own choice
+        if self.runtime == "runc":  # it has made a cgroup for devices
             command = ["runc", "--root", str(directory / "state"), "delete", "--force", spec.id]
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         shutil.rmtree(directory, ignore_errors=True)
 
     async def resume(self, spec: Spec, directory: Path) -> Guest:
-        raise Invalid(f"tier 'container' can't keep memory here: {self.suspends}")
+        raise Invalid(f"tier 'container' can't keep memory here: {self.suspends}", hint=OTHERS)
 
     async def fork(self, guest: Guest, specs: list[Spec]) -> list[Guest]:
         raise Invalid("tier 'container' forks files, not memory", hint="tiers gvisor and microvm fork memory")
@@ -124,6 +126,29 @@ class ContainerDriver:
 
     async def close(self) -> None:
         """Nothing of ours runs beside the boxes."""
+
+
+def _leave_to_runc(spec: Spec) -> str:
+    """The cgroup that runc is told to make. It makes one in every hierarchy of v1 that it sees: let it see only what it can't do without."""
+    if spec.cgroup.version == "v2":
+        return "/" + str(spec.cgroup.directories["memory"].relative_to("/sys/fs/cgroup"))
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, where, kind, options, *_ = line.split()
+        if kind in ("cgroup", "cgroup2") and "devices" not in options.split(","):
+            mounts.unmount(Path(where))
+    return f"/{spec.id}"
+
+
+def why_no_memory() -> str:
+    """Why a container's memory can't go to disk here, found by doing."""
+    try:
+        tried = subprocess.run(["criu", "check"], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    except FileNotFoundError:
+        return "CRIU is not installed"
+    errors = re.findall(r"^Error \(.*?\): (.*)$", tried.stderr, re.MULTILINE)
+    if tried.returncode:
+        return f"CRIU does not work on this kernel ({errors[0] if errors else 'it gives no reason'})"
+    return "CRIU can't restore a root that is mapped to a box's own ids"
 
 
 class ContainerGuest:
@@ -146,7 +171,7 @@ class ContainerGuest:
         self.paused = False
 
     async def suspend(self, directory: Path) -> None:
-        raise Invalid(f"tier 'container' can't keep memory here: {self.driver.suspends}")
+        raise Invalid(f"tier 'container' can't keep memory here: {self.driver.suspends}", hint=OTHERS)
 
     async def kill(self) -> None:
         """With the first process of its pid namespace everything goes, frozen or not."""

@@ -206,14 +206,11 @@ def lay_out(stage: Path, spec: Spec, root: int, agent: Path) -> Bundle:
     return Bundle(stage, tuple(shown))
 
 
-def cgroup_files(spec: Spec) -> list[str]:
-    """The files a process writes 0 to, by name: an inherited fd could reach the box."""
-    return [os.readlink(f"/proc/self/fd/{fd}") for fd in spec.cgroup.task_fds]
-
-
 def joined(spec: Spec, command: Sequence[str]) -> list[str]:
     """`command` inside the box's cgroups from its first instruction on."""
-    return ["sh", "-c", _JOIN, "sh", *cgroup_files(spec), "--", *command]
+    # by name, since an inherited fd could reach the box; by this name, since the hierarchies may be out of sight
+    files = [f"/proc/{os.getpid()}/fd/{fd}" for fd in spec.cgroup.task_fds]
+    return ["sh", "-c", _JOIN, "sh", *files, "--", *command]
 
 
 def run(command: Sequence[str], log: Path, box: str, stdio: int | None = None) -> None:
