@@ -298,7 +298,7 @@ def disk(host: Host) -> Check:
         said += f" ({host.disk.note})"
     good = host.disk.btrfs and host.disk.quota != "none"
     return check(
-        "disk", said, "good" if good else "note", None if good else "apt-get install btrfs-progs; forks copy without it"
+        "disk", said, "good" if good else "note", "apt-get install btrfs-progs" if host.root and not good else None
     )
 
 

@@ -39,10 +39,9 @@ def host() -> Iterator[Host]:
         yield made
         made.hang_up()
         made.stop()
-        left = made.remains()
+        wait_until(lambda: not made.remains(), "nothing of the host is left")
     finally:
         made.remove()
-    assert not left, "the host left behind:\n" + "\n".join(left)
 
 
 @dataclass
