@@ -144,19 +144,21 @@ class Disk:
         return dst
 
     def seal(self, box: Path, dst: Path | None = None) -> Path:
-        """The changes of a box (its `u/`) as a read-only layer directory of their own, under tmp/ unless `dst` names a place.
+        """The changes of a box (its `u/`) as a layer directory of their own, read-only at `dst`; else private, under tmp/.
 
-        The box may go on: freeze it for the call, since what it writes later is in no way part of the result.
+        The box may go on: freeze it for the call, since what it writes later is in no way part of the result. Marking it read-only
+        commits a transaction of the filesystem, so what lies under tmp/, where only we write, is marked when it is moved to its place.
         """
-        dst = dst or self.tmp / f"sealed-{os.urandom(8).hex()}"
-        self.snapshot(box, dst)
+        target = dst or self.tmp / f"sealed-{os.urandom(8).hex()}"
+        self.snapshot(box, target)
         try:
-            _hoist(dst)
-            self.seal_tree(dst)
+            _hoist(target)
+            if dst is not None:
+                self.seal_tree(target)
         except BaseException:
-            self.destroy(dst)
+            self.destroy(target)
             raise
-        return dst
+        return target
 
     def seal_tree(self, path: Path, readonly: bool = True) -> None:
         """Make a subvolume read-only for everybody, root included (no effect where there is no btrfs)."""

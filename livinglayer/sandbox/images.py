@@ -251,6 +251,10 @@ class Images:
                 f"the snapshot {snapshot!r} stands on the host's own files, which no image can hold",
                 hint="export its changes only",
             )
+        if found.size > self.caps.bytes:
+            raise LimitExceeded(
+                f"the snapshot {snapshot!r} holds {found.size} bytes, holes in files included; an image may have {self.caps.bytes}"
+            )
         config = self._config_below(found.layers)
         aside = Path(tempfile.mkdtemp(prefix="export-", dir=self.disk.tmp))
         try:

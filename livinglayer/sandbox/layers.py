@@ -129,9 +129,9 @@ class Layers:
     def adopt(self, tree: Path, layer: str) -> bool:
         """Make a tree that holds what `layer` holds its directory; False (and the tree is gone) when there is one."""
         if not (self.disk.layers / layer).is_dir():
-            self.disk.seal_tree(tree)
             with contextlib.suppress(Conflict):
                 self.disk.move(tree, self.disk.layers / layer)
+                self.disk.seal_tree(self.disk.layers / layer)
                 return True
         self.disk.destroy(tree)
         return False

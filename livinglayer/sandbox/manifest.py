@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from livinglayer.errors import Corrupt
+from livinglayer.errors import Corrupt, LimitExceeded
 from livinglayer.sandbox.store import CHUNK, HASH, Store, Writer
 
 Type = Literal["f", "d", "l", "w", "h", "p", "s"]  # file, directory, link, whiteout, hard link, fifo, socket
@@ -26,6 +26,7 @@ PAGE_ENTRIES, PAGE_BYTES, PAGE_CUT = (
     512 << 10,
     128,
 )  # most entries and bytes of a page; a page ends at one path in so many
+FILE_CHUNKS = 800_000  # of one file: 100 GB, holes not counted
 FORMAT = 1
 MAGIC = b"LLP1"
 Getter = Callable[[str], bytes]
@@ -46,21 +47,25 @@ class Entry:
     size: int = 0
     target: str = ""  # of a link (as written) or a hard link (the path of the entry that holds the content)
     inline: bytes = b""
-    chunks: tuple[str | None, ...] = ()  # CHUNK bytes each, the last one less; None is all zeros
+    chunks: tuple[str | int, ...] = ()  # CHUNK bytes each, the last one less; a number stands for so many of zeros
 
-    def content(self, get: Getter) -> Iterator[bytes | None]:
-        """The bytes of a file, piece by piece; None for a piece of zeros that need not be written."""
+    def content(self, get: Getter) -> Iterator[bytes | int]:
+        """The bytes of a file, piece by piece; a number stands for so many zeros, which need not be written."""
         if self.size <= INLINE:
             if self.size:
                 yield self.inline
             return
-        for number, chunk in enumerate(self.chunks):
-            if chunk is None:
-                yield None
+        at = 0
+        for chunk in self.chunks:
+            if isinstance(chunk, int):
+                zeros = min(chunk * CHUNK, self.size - at)
+                at += zeros
+                yield zeros
                 continue
             piece = get(chunk)
-            if len(piece) != min(CHUNK, self.size - number * CHUNK):
+            if len(piece) != min(CHUNK, self.size - at):
                 raise Corrupt(f"the chunk {chunk} of {self.path!r} has another length", chunk=chunk)
+            at += len(piece)
             yield piece
 
 
@@ -95,6 +100,8 @@ def write(entries: Iterable[Entry], writer: Writer) -> Manifest:
         held = 0
 
     for entry in entries:
+        if len(entry.chunks) > FILE_CHUNKS:
+            raise LimitExceeded(f"{entry.path!r} holds more than {FILE_CHUNKS * CHUNK >> 30} GiB")
         rows.append(_row(entry))
         if entry.inline:
             blob.append(entry.inline)
@@ -145,7 +152,7 @@ def chunks(layer: str, get: Getter) -> Iterator[str]:
     for page in manifest.pages:
         yield page
         for entry in _page(page, get(page)):
-            yield from (chunk for chunk in entry.chunks if chunk is not None)
+            yield from (chunk for chunk in entry.chunks if isinstance(chunk, str))
 
 
 def _page(name: str, content: bytes) -> Iterator[Entry]:
@@ -202,9 +209,13 @@ def _entry(row: list[object]) -> Entry:
         size, pieces = rest
         if not isinstance(size, int) or size < 0 or not isinstance(pieces, list):
             raise ValueError(f"the size of {path!r}")
-        if len(pieces) != (0 if size <= INLINE else -(-size // CHUNK)):
+        if not all(
+            HASH.fullmatch(piece) if isinstance(piece, str) else type(piece) is int and piece > 0 for piece in pieces
+        ):
             raise ValueError(f"the chunks of {path!r}")
-        if not all(piece is None or (isinstance(piece, str) and HASH.fullmatch(piece)) for piece in pieces):
+        if sum(1 if isinstance(piece, str) else piece for piece in pieces) != (
+            0 if size <= INLINE else -(-size // CHUNK)
+        ):
             raise ValueError(f"the chunks of {path!r}")
         return replace(entry, size=size, chunks=tuple(pieces))
     if kind in ("l", "h"):

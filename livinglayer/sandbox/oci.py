@@ -290,14 +290,22 @@ class _Content:
     """An entry's bytes as a file to read."""
 
     def __init__(self, entry: manifest.Entry, get: manifest.Getter) -> None:
-        self.left, self.pieces, self.buffer = entry.size, entry.content(get), b""
+        self.pieces, self.buffer, self.zeros = entry.content(get), b"", 0
 
     def read(self, size: int) -> bytes:
-        while len(self.buffer) < min(size, self.left):
-            piece = next(self.pieces)
-            self.buffer += piece if piece is not None else bytes(min(CHUNK, self.left - len(self.buffer)))
+        while len(self.buffer) < size:
+            if self.zeros:
+                count = min(self.zeros, size - len(self.buffer))
+                self.buffer, self.zeros = self.buffer + bytes(count), self.zeros - count
+                continue
+            piece = next(self.pieces, None)
+            if piece is None:
+                break
+            if isinstance(piece, int):
+                self.zeros = piece
+            else:
+                self.buffer += piece
         result, self.buffer = self.buffer[:size], self.buffer[size:]
-        self.left -= len(result)
         return result
 
 

@@ -104,7 +104,7 @@ class Snapshots:
                 self.store.write_ref("snapshot", id, record if old is None else old | {"labels": labels})
         return self.get(id)
 
-    def _known(self, sealed: Path) -> Callable[[int, int], tuple[str | None, ...] | None]:
+    def _known(self, sealed: Path) -> Callable[[int, int], tuple[str | int, ...] | None]:
         """Where the content of an untouched file lies.
 
         The last snapshot of the same box must still be on this very disk, as the subvolume it was then: so no copy of the disk from an
@@ -126,16 +126,16 @@ class Snapshots:
         touched = self.disk.touched(sealed, last.taken)
         contents: dict[str, list[Any]] = memo["contents"]
 
-        def known(inode: int, size: int) -> tuple[str | None, ...] | None:
+        def known(inode: int, size: int) -> tuple[str | int, ...] | None:
             held = contents.get(str(inode))
             if inode in touched or held is None or held[0] != size:
                 return None
             chunks = held[1]
-            return tuple(chunks) if all(chunk is None or self.store.has(chunk) for chunk in chunks) else None
+            return tuple(chunks) if all(isinstance(chunk, int) or self.store.has(chunk) for chunk in chunks) else None
 
         return known
 
-    def _remember(self, layer: str, parent: str, contents: dict[int, tuple[int, tuple[str | None, ...]]]) -> None:
+    def _remember(self, layer: str, parent: str, contents: dict[int, tuple[int, tuple[str | int, ...]]]) -> None:
         lineage = self.disk.lineage(self.disk.layers / layer)
         if lineage is None:
             return
@@ -356,9 +356,9 @@ class Snapshots:
                 if HASH.fullmatch(layer) and (layer not in pinned or self._whole(layer)):
                     chunks |= set(manifest.chunks(layer, self.store.get))
             for name in os.listdir(self.disk.layers):
-                current = name in layers or name == self.layers.mask()
-                # A fitting layer is made again in milliseconds when one is missed.
-                if not current:
+                # Others than snapshots put layers there too; masks and fitting layers are made again in milliseconds when one is missed.
+                ours = HASH.fullmatch(name) or name.startswith((f"{MASK}-", f"{FIT}-"))
+                if ours and name not in layers and name != self.layers.mask():
                     self.disk.destroy(self.disk.layers / name)
             yield from chunks
 

@@ -40,14 +40,14 @@ class Scan:
 
     entries: list[Entry]
     skipped: list[str] = field(default_factory=list)
-    contents: dict[int, tuple[int, tuple[str | None, ...]]] = field(default_factory=dict)  # inode → size, chunks
+    contents: dict[int, tuple[int, tuple[str | int, ...]]] = field(default_factory=dict)  # inode → size, chunks
     reused: int = 0  # files not read again
 
 
 def scan(
     tree: Path,
     writer: Writer,
-    known: Callable[[int, int], tuple[str | None, ...] | None] = lambda inode, size: None,
+    known: Callable[[int, int], tuple[str | int, ...] | None] = lambda inode, size: None,
     entries: int = ENTRIES,
     size: int = BYTES,
 ) -> Scan:
@@ -96,7 +96,7 @@ def scan(
                     if holder != path:
                         result.entries.append(replace(of_stat(path, "h", found), target=holder))
                         continue
-                total += found.st_size
+                total += min(found.st_size, found.st_blocks * 512 + 4096)  # holes cost nothing
                 if total > size:
                     raise LimitExceeded(f"the tree holds more than {size} bytes")
                 chunks = known(found.st_ino, found.st_size) if found.st_size > INLINE else None
@@ -128,14 +128,14 @@ def scan(
     return result
 
 
-def read_content(fd: int, size: int, path: str, put: Callable[[bytes], str]) -> tuple[bytes, tuple[str | None, ...]]:
-    """What an open file holds: itself when small, else its chunks; holes and zeros are None."""
+def read_content(fd: int, size: int, path: str, put: Callable[[bytes], str]) -> tuple[bytes, tuple[str | int, ...]]:
+    """What an open file holds: itself when small, else its chunks; holes and zeros are counted."""
     if size <= INLINE:
         inline = os.read(fd, INLINE + 1) if size else b""
         if len(inline) != size:
             raise _moving(path)
         return inline, ()
-    chunks: list[str | None] = []
+    chunks: list[str | int] = []
     at = 0
     data = 0 if size > CHUNK else size  # up to here there is no hole
     while at < size:
@@ -144,18 +144,29 @@ def read_content(fd: int, size: int, path: str, put: Callable[[bytes], str]) -> 
                 start = os.lseek(fd, at, os.SEEK_DATA)
             except OSError:  # ENXIO: no data up to the end
                 start = size
-            while at < size and min(at + CHUNK, size) <= start:
-                chunks.append(None)
-                at += CHUNK
+            holes = -(-(size - at) // CHUNK) if start >= size else (start - at) // CHUNK
+            if holes:
+                _zeros(chunks, holes)
+                at += holes * CHUNK
             if at >= size:
                 break
             data = os.lseek(fd, max(start, at), os.SEEK_HOLE)
         piece = os.pread(fd, min(CHUNK, size - at), at)
         if len(piece) != min(CHUNK, size - at):
             raise _moving(path)
-        chunks.append(None if piece == (_ZEROS if len(piece) == CHUNK else bytes(len(piece))) else put(piece))
+        if piece == (_ZEROS if len(piece) == CHUNK else bytes(len(piece))):
+            _zeros(chunks, 1)
+        else:
+            chunks.append(put(piece))
         at += len(piece)
     return b"", tuple(chunks)
+
+
+def _zeros(chunks: list[str | int], count: int) -> None:
+    if chunks and isinstance(chunks[-1], int):
+        chunks[-1] += count
+    else:
+        chunks.append(count)
 
 
 def _close(fds: Iterable[int]) -> None:
@@ -211,14 +222,14 @@ def write(
             twin = like(entry) if entry.chunks else None
             at = 0
             for piece in () if twin is not None and _clone(twin, fd, entry.size) else entry.content(get):
-                if piece is None:
-                    at = min(at + CHUNK, entry.size)
+                if isinstance(piece, int):
+                    at += piece
                     continue
                 view = memoryview(piece)
                 while view:
                     done = os.pwrite(fd, view, at)
                     view, at = view[done:], at + done
-            if entry.chunks and entry.chunks[-1] is None:
+            if entry.chunks and isinstance(entry.chunks[-1], int):
                 os.ftruncate(fd, entry.size)  # ends in a hole
         finally:
             os.close(fd)

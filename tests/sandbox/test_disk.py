@@ -118,7 +118,7 @@ def test_seal_makes_a_layer_of_the_upper(disk: Disk) -> None:
     (box / "w/work").mkdir(mode=0)
     os.chmod(box / "u", 0o700)
     os.chown(box / "u", 5, 6)
-    sealed = disk.seal(box)
+    sealed = disk.seal(box, disk.tmp / "s")
     assert sorted(os.listdir(sealed)) == ["u", "w"]
     assert (sealed / "u/x").read_text() == "x"
     found = sealed.stat()

@@ -269,7 +269,7 @@ def test_writers_and_collectors_at_once_lose_nothing(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    assert collections > 5
+    assert collections > 1
 
 
 # manifests and trees
@@ -415,10 +415,23 @@ def test_caps(store: Store, tmp_path: Path) -> None:
         keep(store, tree, entries=10)
     with pytest.raises(LimitExceeded, match="more than 1000 bytes"):
         keep(store, tree, size=1000)
-    with open(tree / "huge", "wb") as file:
+
+
+def test_a_file_of_holes_costs_nothing(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    with open(tmp_path / "t/huge", "wb") as file:
         file.truncate(1 << 42)
-    with pytest.raises(LimitExceeded, match="bytes"):
-        keep(store, tree)
+        file.seek(1 << 41)
+        file.write(b"x" * 100)
+    started = time.monotonic()
+    kept = keep(store, tmp_path / "t")
+    (tmp_path / "two").mkdir()
+    write(manifest.load(kept.id, store)[1], store.get, tmp_path / "two")
+    assert time.monotonic() - started < 1
+    assert store.usage().stored < 5000
+    with open(tmp_path / "two/huge", "rb") as file:
+        file.seek((1 << 41) - 1)
+        assert file.read(102) == b"\0" + b"x" * 100 + b"\0"
 
 
 def test_nested_too_deep(store: Store, tmp_path: Path) -> None:
@@ -473,6 +486,8 @@ D = ["", "d", 0o755, 0, 0, 0, [], 0]
         [D, ["a", "f", 0o644, 0, 0, 0, [], -1, []]],
         [D, ["a", "f", 0o644, 0, 0, 0, [], 10, []]],  # no content
         [D, ["a", "f", 0o644, 0, 0, 0, [], 1 << 20, ["0" * 64]]],  # too few chunks
+        [D, ["a", "f", 0o644, 0, 0, 0, [], 1 << 20, [9, -1]]],
+        [D, ["a", "f", 0o644, 0, 0, 0, [], 1 << 20, [True, 7]]],
         [D, ["a", "f", 0o644, 0, 0, 0, [["trusted.overlay.redirect", "2f"]], 0, []]],
         [D, ["a", "f", 0o1000000, 0, 0, 0, [], 0, []]],
         [D, ["a", "f", 0o644, -1, 0, 0, [], 0, []]],
