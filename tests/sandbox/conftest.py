@@ -1,0 +1,49 @@
+"""Hosts for the tests of the sandbox: one for each worker, and fresh ones for tests that kill theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from sandbox.hosts import Host, sweep
+
+
+@pytest.fixture(scope="session")
+def host() -> Iterator[Host]:
+    """The host of this worker. At the end nothing of it may be left: no process, mount, loop device or cgroup."""
+    sweep()
+    made = Host()
+    try:
+        yield made
+        made.hang_up()
+        made.stop()
+        left = made.remains()
+    finally:
+        made.remove()
+    assert not left, "the host left behind:\n" + "\n".join(left)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Host], Host]:
+    """`use(host)`: from now on `Sandbox` asks this host."""
+
+    def choose(host: Host) -> Host:
+        for name, value in host.environment().items():
+            monkeypatch.setenv(name, value)
+        return host
+
+    return choose
+
+
+@pytest.fixture
+def own_host(host: Host, use: Callable[[Host], Host]) -> Iterator[Host]:
+    """A host that a test may kill; it must leave nothing either."""
+    made = Host(native=host.state / "native")
+    try:
+        yield use(made)
+        made.hang_up()
+        made.stop()
+        left = made.remains()
+    finally:
+        made.remove()
+    assert not left, "the host left behind:\n" + "\n".join(left)
