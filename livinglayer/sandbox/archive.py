@@ -1,9 +1,11 @@
 """Archives into and out of boxes: what a hostile one may do is bounded before any of it is written."""
 
 import io
+import lzma
 import posixpath
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
@@ -14,6 +16,10 @@ MEMBERS = 100_000
 BYTES = 8 << 30
 RATIO = 200  # of what comes out to what went in, once it is more than RATIO_FROM bytes
 RATIO_FROM = 64 << 20
+BROKEN = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError),
+    *(KeyError, RecursionError, RuntimeError, NotImplementedError),
+)
 
 
 @dataclass(frozen=True)
@@ -23,8 +29,21 @@ class Member:
     path: str
     type: str  # file, directory, link
     mode: int
-    content: IO[bytes] | None = None
+    content: "Content | None" = None
     target: str = ""
+
+
+class Content:
+    """The bytes of a member; Invalid when they can't be unpacked."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            return self._file.read(size)
+        except BROKEN as error:
+            raise Invalid(f"the archive is broken: {error}") from None
 
 
 def clean(name: str) -> str:
@@ -70,7 +89,8 @@ def _tar(source: IO[bytes]) -> Iterator[tuple[Member, int]]:
                 if info.isdir():
                     yield Member(path, "directory", mode or 0o755), 0
                 elif info.isreg():
-                    yield Member(path, "file", mode or 0o644, tar.extractfile(info)), info.size
+                    content = tar.extractfile(info)
+                    yield Member(path, "file", mode or 0o644, Content(content) if content else None), info.size
                 elif info.issym():
                     yield Member(path, "link", 0o777, target=info.linkname), 0
                 elif info.islnk():
@@ -78,12 +98,10 @@ def _tar(source: IO[bytes]) -> Iterator[tuple[Member, int]]:
                     original = tar.extractfile(info)  # a copy of what it links to, found in the archive itself
                     if original is None:
                         raise Invalid(f"the archive links {info.name!r} to what it does not hold")
-                    yield Member(path, "file", mode or 0o644, original), tar.getmember(info.linkname).size
+                    yield Member(path, "file", mode or 0o644, Content(original)), tar.getmember(info.linkname).size
                 else:
                     raise Invalid(f"the archive holds {info.name!r}, which is neither file, directory nor link")
-    except (tarfile.TarError, EOFError, KeyError, RecursionError) as error:
-        raise Invalid(f"the archive is broken: {error}") from None
-    except OSError as error:  # gzip and its kin say so
+    except BROKEN as error:
         raise Invalid(f"the archive is broken: {error}") from None
 
 
@@ -104,10 +122,10 @@ def _zip(source: IO[bytes]) -> Iterator[tuple[Member, int]]:
                         0,
                     )
                 elif kind in (0, 0o100000):
-                    yield Member(path, "file", mode or 0o644, archive.open(info)), info.file_size
+                    yield Member(path, "file", mode or 0o644, Content(archive.open(info))), info.file_size
                 else:
                     raise Invalid(f"the archive holds {info.filename!r}, which is neither file, directory nor link")
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as error:
+    except BROKEN as error:
         raise Invalid(f"the archive is broken: {error}") from None
 
 

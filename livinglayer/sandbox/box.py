@@ -18,6 +18,7 @@ from .driver import Driver, Guest, Spec
 from .networks import Network
 from .trace import Trace
 
+FINISHED = 16  # commands in the background whose end is remembered
 State = Literal["starting", "running", "paused", "suspended", "ended"]
 
 
@@ -44,6 +45,7 @@ class Box:
         self.network: Network | None = None
         self.secrets: dict[str, str] = {}
         self.commands: dict[int, Command] = {}
+        self.finished: dict[int, Command] = {}
         self.created, self.touched = time.time(), time.monotonic()
         self.parent: str | None = None
         self.snapshot: str | None = None
@@ -73,6 +75,10 @@ class Box:
         """Record a command's end, and what limit it met."""
         self.touch()
         self.commands.pop(command.number, None)
+        if command.background:  # whoever started it may ask how it ended
+            self.finished[command.number] = command
+            if len(self.finished) > FINISHED:
+                del self.finished[next(iter(self.finished))]
         if self.guest is not None:
             self.guest.agent.drop(command.number)
         fields: dict[str, Any] = {
@@ -93,8 +99,8 @@ class Box:
                 self.trace.add("limit", limit="memory", command=command.argv[0])
 
     def command(self, number: int) -> Command:
-        """A running command by the number that `start` gave."""
-        if found := self.commands.get(number):
+        """A command by the number that `start` gave: one that runs, or was among the last in the background to end."""
+        if found := self.commands.get(number) or self.finished.get(number):
             return found
         raise NotFound(f"box {self.id!r} runs no command {number}")
 

@@ -493,6 +493,8 @@ class Host:
             await asyncio.sleep(1)
             count += 1
             for box in list(self.boxes.values()):
+                if box.name is None and box.owner and box.owner not in self.sessions and box.state != "starting":
+                    self.spawn_task(self.kill(box))  # its client left while it was made
                 box.trace.flush()
                 if count % 10 == 0 and box.state == "running" and box.commands:
                     box.trace.add("usage", **box.spec.cgroup.stats())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import Conflict, Invalid, LayerError, NotFound, TimedOut
-from .archive import as_file, members
+from .archive import Content, as_file, members
 from .blueprint import Blueprint
 from .client import Client, Connection, async_client, blocking_client, run_blocking, to_error
 from .wire import ERROR, PAYLOAD_MAX, RESULT, STARTED, STDERR, STDOUT, Kind
@@ -248,7 +248,7 @@ class AsyncFiles:
     async def write(
         self,
         path: str,
-        data: bytes | str | IO[bytes],
+        data: bytes | str | IO[bytes] | Content,
         *,
         mode: int = 0o644,
         append: bool = False,

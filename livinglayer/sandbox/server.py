@@ -696,7 +696,7 @@ async def create(connection: Connection, request: dict[str, Any]) -> dict[str, A
         replay=request.get("replay"),
         say=connection.say,
     )
-    if connection.gone and box.name is None:
+    if box.name is None and (connection.gone or not host.sessions[request.get("session")]):  # its client left meanwhile
         await host.kill(box)
     return box.describe()
 

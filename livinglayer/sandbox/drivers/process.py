@@ -192,7 +192,11 @@ class ProcessDriver:
         agent = Agent(ours)
         guest = ProcessGuest(spec, agent, process)
         guest.ended.add_done_callback(lambda _: self._users.discard(user))
-        await agent.ready
+        try:
+            await agent.ready
+        except BaseException:  # its caller left meanwhile: nobody else would end it
+            await asyncio.shield(guest.kill())
+            raise
         return guest
 
     def _take_user(self, box: str) -> int:
