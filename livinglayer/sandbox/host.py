@@ -646,7 +646,9 @@ class Host:
         for child in children:
             child.parent, child.secrets = box.id, box.secrets
             if child.network and self.gateway:
-                await self.gateway.serve(child.id, child.network, box.blueprint.egress, box.secrets)
+                child.environment |= await self.gateway.serve(
+                    child.id, child.network, box.blueprint.egress, box.secrets
+                )
             child.trace.add("create", tier=child.blueprint.tier, parent=box.id)
             child.save(self.records)
         box.trace.add("fork", children=[child.id for child in children])
