@@ -260,7 +260,7 @@ def host_matches(pattern: str, host: str) -> bool:
     if pattern == "*":
         return True
     if pattern.startswith("*."):
-        return host.endswith(pattern[1:]) and len(host) >= len(pattern) and not names.is_address(host)
+        return host.endswith(pattern[1:]) and not names.is_address(host)
     return host == pattern
 
 

@@ -47,8 +47,9 @@ def test_raw_tcp_has_budgets_and_rates(make_box: MakeBox, servers: Servers) -> N
     code = """
 import socket
 for size in (400, 400, 400):
-    s = socket.create_connection(("db.test", 5432), 5); got = 0
+    got = 0
     try:
+        s = socket.create_connection(("db.test", 5432), 5)
         s.sendall(b"x" * size); s.shutdown(socket.SHUT_WR)
         while data := s.recv(65536): got += len(data)
         print(got)
