@@ -106,7 +106,13 @@ def test_fronting_by_host_sni_and_authority(make_box: MakeBox, servers: Servers)
         assert box.curl(version, "--connect-to", "api.test:443:good.test:443", "https://api.test/")[0] == 403
         assert box.curl(version, "--connect-to", "api.test:443:93.184.216.34:443", "https://api.test/")[0] == 403
         assert box.curl(version, "-H", "Host: evil.test", "https://good.test/")[0] == 403
-    assert len(servers.seen) == seen and len(box.events(8, verdict="deny")) == 8
+    # Host and destination agree, SNI is another's
+    code = """
+import socket, ssl
+s = ssl.create_default_context().wrap_socket(socket.create_connection(("good.test", 443), 5), server_hostname="api.test")
+s.sendall(b"GET / HTTP/1.1\\r\\nHost: good.test\\r\\nConnection: close\\r\\n\\r\\n"); print(s.recv(12))"""
+    assert box.python(code) == "b'HTTP/1.1 403'"
+    assert len(servers.seen) == seen and len(box.events(9, verdict="deny")) == 9
 
 
 def test_addresses_instead_of_names(make_box: MakeBox, decoy: Decoy) -> None:
@@ -439,6 +445,7 @@ try:
     s.settimeout(5)
     while s.recv(65536): pass
     print("ended")
+except TimeoutError: print("open")
 except OSError: print("ended")"""
     )
     assert box.python(code) == "ended"
