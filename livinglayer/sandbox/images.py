@@ -310,7 +310,7 @@ class Images:
         diff = hashlib.sha256()
         with open(aside, "wb") as file:
             # No name and no time in the header: the same layer is the same blob whenever it is exported.
-            with gzip.GzipFile(filename="", mode="wb", compresslevel=4, fileobj=file, mtime=0) as packed:
+            with gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=file, mtime=0) as packed:
                 write_layer(
                     manifest.entries(manifest.read(layer, self.store.get), self.store.get),
                     self.store.get,

@@ -68,7 +68,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a garbage collection removed, the bytes that gave back, and the chunks it left."""
+    """What a garbage collection removed, the bytes that gave back, and the chunks it left: a pack that is mostly alive stays as it is."""
 
     removed: int
     freed: int
@@ -277,8 +277,7 @@ class Store:
             self._packs.clear()
             self._refresh()
             freed = sum(sizes.values()) - sum(os.fstat(fd).st_size for fd in self._packs.values())
-            kept = sum(1 for key in self._index if key in named)
-            return Collected(before - kept, freed, kept)
+            return Collected(before - len(self._index), freed, len(self._index))
 
     def usage(self) -> Usage:
         with self._lock:
