@@ -5,6 +5,7 @@ their creator. When the host itself dies, egress is closed, ephemeral boxes end,
 """
 
 import asyncio
+import base64
 import contextlib
 import fcntl
 import json
@@ -37,7 +38,6 @@ from .snapshots import Snapshots
 from .trace import KEPT, Trace, prune
 from .zygote import Zygote
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 IDLE_SECONDS = float(os.environ.get("LAYER_HOST_IDLE", "60"))  # a host that nobody uses ends
 WARM = int(os.environ.get("LAYER_WARM", "2"))  # boxes kept waiting of the shape that was asked for last
 VIRTUAL: tuple[Tier, ...] = ("microvm", "vm")
@@ -45,7 +45,7 @@ VIRTUAL: tuple[Tier, ...] = ("microvm", "vm")
 
 def new_id() -> str:
     """Short, DNS-safe and not to be guessed."""
-    return "b" + "".join(secrets.choice(ALPHABET) for _ in range(11))
+    return "b" + base64.b32encode(os.urandom(7)).decode().lower()[:11]
 
 
 class Host:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import signal
 import socket
 import struct
 import time
@@ -232,6 +233,7 @@ class NamespaceGuest:
         self._driver, self._spec = driver, spec
         self.agent, self.pid, self.pidfd, self.base = agent, pid, pidfd, base
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._frozen = True  # as far as we know, of a box that was adopted
         driver.spawner.on_exit[spec.id] = self._on_exit
 
     def _on_exit(self, status: int) -> None:
@@ -245,10 +247,12 @@ class NamespaceGuest:
             )
 
     async def pause(self) -> None:
+        self._frozen = True
         self._spec.cgroup.freeze()
 
     async def resume(self) -> None:
         self._spec.cgroup.thaw()
+        self._frozen = False
 
     async def suspend(self, directory: Path) -> None:
         raise Invalid(
@@ -259,10 +263,10 @@ class NamespaceGuest:
     async def kill(self) -> None:
         if self.ended.done():
             return
-        with contextlib.suppress(Unavailable):  # it is gone already
-            await self._driver.spawner.request(KILL, [self._spec.id], [])
-        if self._spec.cgroup.version == "v1":
-            self._spec.cgroup.thaw()  # a frozen process of v1 does not die
+        with contextlib.suppress(ProcessLookupError):  # it is gone already
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        if self._frozen:
+            self._spec.cgroup.thaw()  # a frozen process of cgroup v1 does not die
         await asyncio.shield(self.ended)
 
 
@@ -301,6 +305,7 @@ class NamespaceDriver:
         try:
             pid, base, fds = await answer
             guest = NamespaceGuest(self, spec, agent, pid, fds[0], base)
+            guest._frozen = False
             await agent.ready
         except BaseException:
             agent.close()

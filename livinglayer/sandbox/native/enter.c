@@ -67,7 +67,7 @@ static int act_as(uint32_t id) {
     return raise_powers(); // leaving fsuid 0 drops the file capabilities
 }
 
-static int layer_mount(const struct box *box, const char *name) {
+int open_layer(const struct box *box, const char *name) {
     if (!strcmp(name, "host")) return clone_tree(AT_FDCWD, "/host", 0); // never idmapped: its owners stay strangers to the box
     char path[512];
     snprintf(path, sizeof path, "/state/layers/%s", name);
@@ -92,12 +92,12 @@ int box_root(const struct box *box, const char **step) {
     bool by_path = box->by_path;
     if (!by_path) { // layers by fd, kernel 6.13 and newer
         for (int i = 0; i < box->layer_count && !by_path; i++) {
-            TRY(box->layers[i], layer = layer_mount(box, box->layers[i]));
+            TRY(box->layers[i], layer = box->layer_fds[i] >= 0 ? box->layer_fds[i] : open_layer(box, box->layers[i]));
             if (set_fd(fs, "lowerdir+", layer)) {
                 if (i || errno != EINVAL) return STEP("lowerdir"), -1;
                 by_path = true;
             }
-            layers[opened++] = layer;
+            if (box->layer_fds[i] < 0) layers[opened++] = layer;
         }
     }
     if (!by_path) {
@@ -111,7 +111,7 @@ int box_root(const struct box *box, const char **step) {
     } else { // older kernels take paths only: the mounts are attached at /m/N of this mount namespace
         int length = 0;
         for (int i = 0; i < box->layer_count; i++) {
-            TRY(box->layers[i], layer = layer_mount(box, box->layers[i]));
+            TRY(box->layers[i], layer = open_layer(box, box->layers[i]));
             snprintf(path, sizeof path, "/m/%d", i);
             TRY("attach layer", move(layer, AT_FDCWD, path));
             close(layer);
@@ -316,6 +316,8 @@ int box_join(int pidfd, int root, const int *tasks, int task_count, uint32_t uid
     setsid();
     TRY("capabilities", give_up_powers());
     TRY("uid", syscall(SYS_setresuid, uid, uid, uid));
+    // Leaving root's id takes the capabilities, but only from root of this user namespace, which a process that has just joined it never was.
+    if (uid) TRY("no capabilities", syscall(SYS_capset, &(struct __user_cap_header_struct){_LINUX_CAPABILITY_VERSION_3, 0}, (struct __user_cap_data_struct[2]){0}));
     if (filter) TRY("seccomp", syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, filter));
     return 0;
 }

@@ -21,6 +21,7 @@ struct box {
     uint32_t base;                  // first id of that range
     const char *layers[LAYERS_MAX]; // under /state, topmost first; "host" is the host's own /
     int layer_count;
+    int layer_fds[LAYERS_MAX];      // their mounts, when open_layer has made them already; -1: not yet
     const char *upper;              // under /state: a directory with u and w
     struct mount_in mounts[MOUNTS_MAX];
     int mount_count;
@@ -34,6 +35,9 @@ int box_enter(const struct box *box, const char **step);
 
 // The overlay of a box as a detached mount, idmapped into its range, for runtimes that bring namespaces of their own. -1 on failure.
 int box_root(const struct box *box, const char **step);
+
+// One layer as a detached mount, idmapped into the box's range unless it is the host's own /. It may serve any box of that range.
+int open_layer(const struct box *box, const char *name);
 
 // The calling process joins a box that runs already: a fork of the Python zygote. `pid_ns` was joined before the fork.
 int box_join(int pidfd, int root, const int *tasks, int task_count, uint32_t uid, uint32_t gid, const struct sock_fprog *filter, const char **step);

@@ -36,6 +36,9 @@
 #define FDS_MAX 128
 #define HOLD_MAX 16
 #define NAME_MAX_ 64
+#define LAYER_NAME_MAX 200
+#define CACHED 2         // layers kept open for each range
+#define CACHED_RANGES 64 // and for how many: every fd here is copied at each clone
 
 enum { SPAWN = 1, KILL = 2, RESIDENTS = 3, ROOT = 4, RELEASE = 5, HOLD = 6, EXITED = 32, REPLY = 33, HELD = 34 };
 enum { KEEP = 1, BY_PATH = 2 };
@@ -56,6 +59,11 @@ struct range { // one box's 65,536 ids
     struct range *next;
     uint32_t base;
     int user;
+    struct { // mounts of layers that were idmapped into this range: the next box of it likely stands on the same
+        char name[LAYER_NAME_MAX];
+        int fd;
+    } layers[CACHED];
+    int cached;
 };
 
 struct resident {
@@ -99,7 +107,7 @@ static struct range *take_range(void) {
     if (!ranges_left) return errno = EUSERS, NULL;
     int user = make_user_namespace(next_base);
     if (user < 0 || !(range = malloc(sizeof *range))) return NULL;
-    *range = (struct range){NULL, next_base, user};
+    *range = (struct range){.base = next_base, .user = user};
     next_base += 65536;
     ranges_left--;
     return range;
@@ -109,6 +117,41 @@ static void give_range(struct range *range) {
     if (!range) return;
     range->next = ranges;
     ranges = range;
+}
+
+static int range_count, host_layer = -1;
+
+static void drop_layers(struct range *range) {
+    if (range->cached) range_count--;
+    while (range->cached) close(range->layers[--range->cached].fd);
+}
+
+// The mounts of a box's layers, from the range's own where it has them.
+static void find_layers(struct box *box, struct range *range) {
+    for (int at = 0, i = 0; at < range->cached; at++, i = 0) { // other layers than last time: begin anew
+        while (i < box->layer_count && strcmp(range->layers[at].name, box->layers[i])) i++;
+        if (i == box->layer_count) drop_layers(range);
+    }
+    for (int i = 0; i < box->layer_count; i++) {
+        box->layer_fds[i] = -1;
+        if (box->by_path) continue; // that way uses a mount up
+        if (!strcmp(box->layers[i], "host")) {
+            if (host_layer < 0) host_layer = open_layer(box, "host");
+            box->layer_fds[i] = host_layer;
+            continue;
+        }
+        int at = 0;
+        while (at < range->cached && strcmp(range->layers[at].name, box->layers[i])) at++;
+        if (at == range->cached && at < CACHED) {
+            if (!range->cached && range_count >= CACHED_RANGES) continue;
+            int fd = open_layer(box, box->layers[i]);
+            if (fd < 0) continue; // the box will say what is wrong
+            range_count += !range->cached;
+            strcpy(range->layers[at].name, box->layers[i]);
+            range->layers[range->cached++].fd = fd;
+        }
+        if (at < range->cached) box->layer_fds[i] = range->layers[at].fd;
+    }
 }
 
 static struct resident *find(const char *name) {
@@ -136,7 +179,7 @@ static bool good_name(const char *name) {
 
 static bool good_layer(const char *name) {
     size_t length = strlen(name);
-    return length && length < 200 && *name != '.' && strspn(name, "abcdefghijklmnopqrstuvwxyz0123456789-_.") == length;
+    return length && length < LAYER_NAME_MAX && *name != '.' && strspn(name, "abcdefghijklmnopqrstuvwxyz0123456789-_.") == length;
 }
 
 static __attribute__((noreturn)) void be_box(struct box *box, int control) {
@@ -202,6 +245,7 @@ static void spawn(const struct head *head, const char *at, const char *end, int 
     resident->flags = head->flags;
     box.base = resident->range->base;
     box.user = resident->range->user;
+    find_layers(&box, resident->range);
     resident->next = residents;
     residents = resident;
     if (rooting) {
