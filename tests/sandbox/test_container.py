@@ -1,6 +1,7 @@
 """Tier container: the hardened bundle under attack, on both runtimes; what a box leaves behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -168,6 +169,28 @@ def test_nothing_of_the_host_becomes_the_boxs(state: Path, runtime: str) -> None
     asyncio.run(story())
     devices = [Path("/dev") / name for name in ("null", "zero", "full", "random", "urandom", "tty")]
     assert {(path.stat().st_uid, oct(path.stat().st_mode)) for path in devices} == {(0, "0o20666")}
+
+
+def test_a_start_that_is_cancelled_leaves_nothing(state: Path) -> None:
+    async def story() -> None:
+        async with rig(state) as parts:
+            driver = ContainerDriver(parts)
+            await driver.probe()
+            before = len(os.listdir("/proc/self/fd"))
+            for wait in range(0, 40, 4):
+                spec = parts.spec(f"cancelled-{wait}")
+                starting = asyncio.create_task(driver.start(spec))
+                await asyncio.sleep(wait / 1000)
+                starting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await (await starting).kill()
+                assert list(spec.directory.iterdir()) == [] and spec.cgroup.pids() == []
+                held = len(parts.networks[spec.id].fds) + len(spec.cgroup.task_fds)
+                assert len(os.listdir("/proc/self/fd")) - before == held
+                before += held
+            assert await parts.spawner.residents() == []
+
+    asyncio.run(story())
 
 
 def test_limits_bind(state: Path) -> None:

@@ -51,14 +51,13 @@ class ContainerDriver:
         ours, theirs = launch.socket_pair(socket.SOCK_SEQPACKET)
         directory = launch.fresh_directory(spec, self.tier)
         try:
-            async with launch.made_root(self.spawner, spec) as made:
+            async with launch.made_root(self.spawner, spec) as made, launch.undone(spec, ours):
                 pid = await launch.privately(
                     lambda stage: self._run(stage, spec, made, directory, theirs.fileno()), spec
                 )
                 guest = ContainerGuest(self, spec, launch.Process(pid), Agent(ours))
         except BaseException:
             ours.close()
-            await asyncio.to_thread(spec.cgroup.kill)
             self.forget(spec)
             raise
         finally:

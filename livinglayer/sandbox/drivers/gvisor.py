@@ -148,13 +148,14 @@ class GvisorDriver:
         inside: Inside | None = None
         try:
             async with launch.made_root(self.spawner, spec) as made:
-                inside = await asyncio.to_thread(Inside, made)
+                inside = Inside(made)
+                await launch.in_thread(inside.open)
                 work = functools.partial(self._run, spec, made, inside, directory, theirs.fileno(), image)
-                pid = await launch.privately(work, spec)
-                return GvisorGuest(self, spec, launch.Process(pid), Agent(ours), inside)
+                async with launch.undone(spec, ours):
+                    pid = await launch.privately(work, spec)
+                    return GvisorGuest(self, spec, launch.Process(pid), Agent(ours), inside)
         except BaseException:
             ours.close()
-            await asyncio.to_thread(spec.cgroup.kill)
             shutil.rmtree(directory, ignore_errors=True)
             if inside:
                 inside.close()
@@ -260,8 +261,10 @@ class Inside:
     """The box's user namespace, and a network namespace that belongs to it: in that one runsc may do as it likes."""
 
     def __init__(self, made: launch.Made) -> None:
-        self.base = made.base
-        self.userns = os.dup(made.userns)
+        self.base, self.userns, self.netns = made.base, os.dup(made.userns), -1
+
+    def open(self) -> None:
+        """Make the network namespace."""
         # made by a process, since a thread can't enter a user namespace; `cat` answers from inside
         command = ["nsenter", f"--user=/proc/{os.getpid()}/fd/{self.userns}", "unshare", "--net", "cat"]
         with subprocess.Popen(
@@ -271,14 +274,14 @@ class Inside:
             child.stdin.write(b"\n")
             child.stdin.flush()
             if not child.stdout.read(1):
-                os.close(self.userns)
                 raise Unavailable("a network namespace for gVisor can't be made", hint="apt-get install util-linux")
             self.netns = os.open(f"/proc/{child.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             child.kill()
 
     def close(self) -> None:
         os.close(self.userns)
-        os.close(self.netns)
+        if self.netns >= 0:
+            os.close(self.netns)
 
 
 def connect(inside: Inside, spec: Spec) -> None:

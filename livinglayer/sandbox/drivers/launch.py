@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ...errors import TimedOut, Unavailable
 from .. import mounts
@@ -139,7 +139,14 @@ async def made_root(spawner: Spawner, spec: Spec) -> AsyncIterator[Made]:
     # a volatile overlay leaves this and refuses to be mounted again, in case the machine went down; only the box did
     shutil.rmtree(spec.root.upper / "w/work/incompat", ignore_errors=True)
     layers = (POINTS, *spec.root.layers)
-    made = Made(*await spawner.root(dataclasses.replace(spec, root=Root(layers, spec.root.upper))))
+    asked = asyncio.ensure_future(spawner.root(dataclasses.replace(spec, root=Root(layers, spec.root.upper))))
+    try:
+        made = Made(*await whole(asked))
+    except asyncio.CancelledError:
+        if not asked.exception():
+            Made(*asked.result()).close()
+            await release(spawner, spec)
+        raise
     try:
         yield made
     except BaseException:
@@ -147,6 +154,17 @@ async def made_root(spawner: Spawner, spec: Spec) -> AsyncIterator[Made]:
         raise
     finally:
         made.close()
+
+
+@contextlib.asynccontextmanager
+async def undone(spec: Spec, ours: socket.socket) -> AsyncIterator[None]:
+    """What the block started is ended if the block fails, before the ids are another box's."""
+    try:
+        yield
+    except BaseException:
+        ours.close()  # the agent goes when its host does
+        await in_thread(spec.cgroup.kill)
+        raise
 
 
 async def release(spawner: Spawner, spec: Spec) -> None:
@@ -191,8 +209,8 @@ def lay_out(stage: Path, spec: Spec, root: int, agent: Path) -> Bundle:
     """The root, the agent and the mounts of a box beneath `stage`, an empty directory in a private namespace."""
     (stage / "root").mkdir()
     mounts.attach(root, stage / "root")
-    (stage / "agent").touch()
-    mounts.bind(agent, stage / "agent")
+    shutil.copyfile(agent, stage / "agent")  # not bound: a box sees where its mounts come from
+    os.chmod(stage / "agent", 0o755)
     shown: list[tuple[Path, str, bool]] = []
     for number, wanted in enumerate(spec.blueprint.mounts):
         point = stage / f"mount{number}"
@@ -274,10 +292,24 @@ def remember(directory: Path, *pids: int) -> None:
     (directory / "pids").write_text("".join(f"{pid} {_started(pid)}\n" for pid in pids))
 
 
+async def whole(work: "asyncio.Future[T]") -> T:
+    """The result of `work`; whoever is cancelled meanwhile waits for its end, so that what it made can be undone."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise
+
+
+async def in_thread(work: Callable[..., T], *arguments: Any, **more: Any) -> T:
+    """A blocking call beside the loop, never left half done."""
+    return await whole(asyncio.ensure_future(asyncio.to_thread(work, *arguments, **more)))
+
+
 async def privately(work: Callable[[Path], T], spec: Spec) -> T:
     """`work` in a private mount namespace; what the system refuses is Unavailable."""
     try:
-        return await asyncio.to_thread(mounts.in_private_namespace, work, avoid=[spec.directory, spec.root.upper])
+        return await in_thread(mounts.in_private_namespace, work, avoid=[spec.directory, spec.root.upper])
     except OSError as error:
         raise Unavailable(f"box {spec.id!r} can't be set up: {error.strerror or error}", hint="layer doctor") from None
 
