@@ -7,7 +7,6 @@ that shows an allow-list of it and nothing else. Owners on disk are the box's ow
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import hashlib
 import os
 import re
@@ -47,6 +46,8 @@ ETC = (
     "debian_version", "localtime", "timezone", "mime.types", "magic", "magic.mime", "protocols", "services", "rpc", "gai.conf",
     "inputrc", "locale.alias", "terminfo", "python3", "python3.*", "perl", "java-*", "fonts", "shells",
 )  # fmt: skip
+
+BORROWED_LINKS = ("/usr/", "/etc/alternatives/", "/etc/ssl/certs/", "/etc/java-")  # where links of those may lead
 
 ACCOUNTS = [  # name, id, group id, home, shell
     ("root", 0, 0, "/root", "/bin/bash"), ("daemon", 1, 1, "/usr/sbin", "/usr/sbin/nologin"), ("bin", 2, 2, "/bin", "/usr/sbin/nologin"),
@@ -322,16 +323,20 @@ def trust(certs: Path, bundle: bytes, ca: bytes) -> None:
 def fingerprint(tree: Path) -> str:
     """A name for what a small tree of our own making holds; its times do not count."""
     digest = hashlib.sha256()
-    for at, directories, names in os.walk(tree):
+    top = str(tree)
+    for at, directories, names in os.walk(top):
         directories.sort()
         for name in sorted([*directories, *names]):
-            path = Path(at, name)
+            path = f"{at}/{name}"
             found = os.lstat(path)
             what = os.readlink(path) if stat.S_ISLNK(found.st_mode) else ""
-            line = f"{path.relative_to(tree)}\0{found.st_mode:o}\0{found.st_uid}\0{found.st_gid}\0{what}\0{found.st_size if stat.S_ISREG(found.st_mode) else 0}\0"
-            digest.update(os.fsencode(line))
+            size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+            digest.update(
+                os.fsencode(f"{path[len(top) :]}\0{found.st_mode:o}\0{found.st_uid}\0{found.st_gid}\0{what}\0{size}\0")
+            )
             if stat.S_ISREG(found.st_mode):
-                digest.update(path.read_bytes())
+                with open(path, "rb") as file:
+                    digest.update(file.read())
     return digest.hexdigest()[:24]
 
 
@@ -344,23 +349,29 @@ def _directory(path: Path, mode: int, opaque: bool = False) -> None:
 
 def _borrow(source: Path, target: Path) -> None:
     """Copy a file, link or tree of the host's /etc that anybody here may read; keys never."""
+    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    _copy(str(source), str(target))
+
+
+def _copy(
+    source: str, target: str
+) -> None:  # text rather than paths: there are a thousand of them, and a host waits for this to start
     found = os.lstat(source)
     if stat.S_ISLNK(found.st_mode):
         goal = os.readlink(source)
-        # A link that leads on inside /etc (or out of /usr) would dangle, or name what is not shown.
-        if os.path.normpath(source.parent / goal).startswith(
-            ("/usr/", "/etc/alternatives/", "/etc/ssl/certs/", "/etc/java-")
-        ):
-            target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            target.symlink_to(goal)
+        # A link that leads elsewhere would dangle, or name what is not shown.
+        if os.path.normpath(os.path.join(os.path.dirname(source), goal)).startswith(BORROWED_LINKS):
+            os.symlink(goal, target)
     elif stat.S_ISDIR(found.st_mode) and found.st_mode & 0o005 == 0o005:
-        target.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(target)
         os.chmod(target, 0o755)
         for name in sorted(os.listdir(source)):
-            _borrow(source / name, target / name)
+            _copy(f"{source}/{name}", f"{target}/{name}")
     elif stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IROTH and found.st_size <= 16 << 20:
-        content = source.read_bytes()
-        if b"PRIVATE KEY" not in content and not fnmatch.fnmatch(source.name, "*.key"):
-            target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            target.write_bytes(content)
+        with open(source, "rb") as file:
+            content = file.read()
+        if b"PRIVATE KEY" not in content and not source.endswith(".key"):
+            with open(target, "wb") as file:
+                file.write(content)
             os.chmod(target, 0o755 if found.st_mode & stat.S_IXOTH else 0o644)
