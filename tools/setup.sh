@@ -56,6 +56,7 @@ openssl openssl run
 crun crun run
 runsc runsc run
 qemu-system-x86_64 qemu-system-x86 run
+/usr/include/slirp/libslirp.h libslirp-dev run
 mkfs.erofs erofs-utils run
 mkfs.ext4 e2fsprogs run
 debootstrap debootstrap run

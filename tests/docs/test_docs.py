@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sandbox.hosts import Host, wait_until
 
 from livinglayer import Layer, errors
+from livinglayer.edges.cli.boxes import GROUPS
 from livinglayer.edges.cli.commands import COMMANDS
+from livinglayer.sandbox.blueprint import TIERS, Blueprint, parse_size
 from livinglayer.settings import Settings
 from livinglayer.substrate import postgres, schema, sqlite, values
 from livinglayer.substrate.permissions import ACTIONS
@@ -20,12 +24,15 @@ from livinglayer.substrate.permissions import ACTIONS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+BOXES = ("sandbox.md", "tiers.md", "threat-model-boxes.md")  # pages whose snippets need boxes, and no layer
 
 
-def snippets() -> list[tuple[str, int, str]]:
-    """Every block marked ```python, with its page and line."""
+def snippets(boxes: bool = False) -> list[tuple[str, int, str]]:
+    """Every block marked ```python, with its page and line: of the pages about the layer, or of those about boxes."""
     found = []
     for name, text in PAGES.items():
+        if (name in BOXES) != boxes:
+            continue
         for block in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S):
             found.append((name, text.count("\n", 0, block.start()) + 1, block[1]))
     return found
@@ -46,9 +53,35 @@ def test_a_snippet_runs(
     exec(compile("\n" * line + code, page, "exec"), names)
 
 
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    made = Host()
+    try:
+        yield made
+        made.hang_up()
+        made.stop()
+        wait_until(lambda: not made.remains(), "nothing of the host is left")
+    finally:
+        made.remove()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="boxes above tier process need root")
+@pytest.mark.parametrize(
+    ("page", "line", "code"), snippets(boxes=True), ids=lambda part: str(part) if "\n" not in str(part) else ""
+)
+def test_a_snippet_about_boxes_runs(
+    page: str, line: int, code: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in host.environment().items():
+        monkeypatch.setenv(name, value)
+    exec(compile("\n" * line + code, page, "exec"), {"directory": tmp_path})
+
+
 def test_most_pages_show_something() -> None:
-    shown = {page for page, _, _ in snippets()}
+    shown = {page for page, _, _ in snippets() + snippets(boxes=True)}
     assert shown >= {
+        "sandbox.md",
+        "egress.md",
         "index.md",
         "schema.md",
         "writing.md",
@@ -89,7 +122,7 @@ def test_files_and_tests_that_are_named_are_there(page: str) -> None:
     wrong, last = [], ""
     for name in re.findall(r"`([^`\n]+)`", PAGES[page]):
         path, _, test = name.partition("::")
-        if re.fullmatch(r"(tests|substrate|edges)/[\w/]*(\.py)?", path):
+        if re.fullmatch(r"(tests|substrate|sandbox|edges)/[\w/]*(\.py|\.c|\.txt)?", path):
             last = path
             if not any((at / path).exists() for at in (ROOT, ROOT / "livinglayer")):
                 wrong.append(name)
@@ -131,6 +164,50 @@ def test_the_drawing_names_every_file_and_imports_go_down_in_it() -> None:
     assert wrong == []
 
 
+def imported_by_box(name: str, path: Path, files: dict[str, Path]) -> set[str]:
+    """The modules of the sandbox that a file of it imports when it is imported itself."""
+    found: set[str] = set()
+    package = ["livinglayer", "sandbox", *name.split("/")[:-1]]
+
+    def walk(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+            ):
+                continue
+            if isinstance(child, ast.ImportFrom):
+                above = package[: len(package) - child.level + 1] if child.level else []
+                words = [*above, *(child.module or "").split(".")] if child.module else above
+                if words[:2] == ["livinglayer", "sandbox"]:
+                    at = "/".join(words[2:])
+                    names = [at] if at in files else [f"{at}/{alias.name}".strip("/") for alias in child.names]
+                    found.update(each for each in names if each in files)
+            walk(child)
+
+    walk(ast.parse(path.read_text()))
+    return found
+
+
+def test_the_drawing_of_the_sandbox_names_every_file_and_imports_go_down_in_it() -> None:
+    drawing = re.search(r"^```text imports sandbox\n(.*?)^```", PAGES["architecture.md"], re.M | re.S)
+    assert drawing
+    lines = [re.split(r"  +", line)[0].split(", ") for line in drawing[1].splitlines() if re.match(r"\w", line)]
+    height = {name: -place for place, names in enumerate(lines) for name in names}
+    place = ROOT / "livinglayer" / "sandbox"
+    files = {str(path.relative_to(place).with_suffix("")): path for path in place.rglob("*.py")}
+    files = {name: path for name, path in files.items() if path.name != "__init__.py"}
+    assert set(files) == set(height)
+    wrong = [
+        (name, other)
+        for name, path in files.items()
+        for other in imported_by_box(name, path, files)
+        if height[other] >= height[name]
+    ]
+    assert wrong == []
+    shown = set(re.findall(r"`([\w.]+\.(?:c|txt))`", PAGES["architecture.md"]))
+    assert shown >= {path.name for path in (place / "native").glob("*.c")} - {"main_agent.c"}
+
+
 def rows(page: str, columns: int) -> list[list[str]]:
     """The cells of every Markdown table of a page that has so many columns."""
     lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in PAGES[page].splitlines() if line.startswith("|")]
@@ -140,6 +217,23 @@ def rows(page: str, columns: int) -> list[list[str]]:
 def test_every_setting_is_documented_with_its_default() -> None:
     said = {row[0].strip("`"): row[1] for row in rows("index.md", 3) if row[0].startswith("`")}
     assert {f.name: str(f.default) for f in dataclasses.fields(Settings)} == said
+
+
+def test_every_field_of_a_blueprint_is_documented_with_its_default() -> None:
+    said = {row[0].strip("`"): row[1] for row in rows("sandbox.md", 3) if row[0].startswith("`")}
+    for field in dataclasses.fields(Blueprint):
+        default = getattr(Blueprint(), field.name)
+        if field.name in ("memory", "disk", "output"):
+            assert parse_size(said[field.name]) == default, field.name
+        elif not default or field.name == "idle":
+            assert said[field.name] in ("none", "never"), field.name
+        else:
+            assert said[field.name] == str(default), field.name
+
+
+def test_every_tier_is_documented() -> None:
+    assert tuple(row[0].strip("`") for row in rows("tiers.md", 3) if row[0].startswith("`")) == TIERS
+    assert ["", *TIERS] in rows("tiers.md", 7)
 
 
 def test_every_error_is_documented_with_its_codes() -> None:
@@ -199,8 +293,23 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 
 
 def test_every_command_that_is_named_exists() -> None:
-    named = {word for text in PAGES.values() for word in re.findall(r"`layer ([a-z]+)", text)}
-    assert named <= set(COMMANDS)
+    known = {*COMMANDS, *GROUPS}
+    named = {
+        words
+        for text in PAGES.values()
+        for words in re.findall(r"(?:`|^\$ )layer ([a-z]+(?: [a-z|]+){0,2})", text, re.M)
+    }
+    wrong = []
+    for words in named:
+        first, *rest = words.split()
+        while f"{first} {rest[0].split('|')[0]}" in known if rest else False:
+            first = f"{first} {rest.pop(0).split('|')[0]}"
+        wrong += [words] if first not in known or (first in GROUPS and rest) else []
+    assert wrong == []
+    shown = {" ".join(name.split()[:2]) for name in COMMANDS if name.startswith("box ")}
+    assert {name for name in shown if f"layer {name}" not in PAGES["sandbox.md"]} <= {
+        "box pause", "box resume", "box suspend", "box list", "box ls", "box stats", "box expose", "box egress"
+    }  # fmt: skip
 
 
 def test_figures_of_limits_are_those_of_the_code() -> None:
