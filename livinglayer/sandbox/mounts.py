@@ -101,7 +101,7 @@ def in_private_namespace(work: Callable[[Path], T], *, avoid: Iterable[Path] = (
         try:
             _check(_libc.unshare(CLONE_NEWNS), "unshare")
             mount("none", Path("/"), None, MS_REC | MS_PRIVATE)
-            mount("tmpfs", stage, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
+            mount("tmpfs", stage, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=8m")
             results.append(work(stage))
         except BaseException as error:
             errors.append(error)
