@@ -7,6 +7,6 @@ with Sandbox.create(memory="256M", pids=64) as box:
 """
 
 from .blueprint import Blueprint
-from .sandbox import AsyncSandbox, Entry, Output, Result, Sandbox, Snapshot
+from .sandbox import AsyncImages, AsyncSandbox, Entry, Images, Output, Result, Sandbox, Snapshot
 
-__all__ = ["AsyncSandbox", "Blueprint", "Entry", "Output", "Result", "Sandbox", "Snapshot"]
+__all__ = ["AsyncImages", "AsyncSandbox", "Blueprint", "Entry", "Images", "Output", "Result", "Sandbox", "Snapshot"]

@@ -40,6 +40,7 @@ class Box:
         self.blueprint, self.driver, self.spec, self.trace = blueprint, driver, spec, trace
         self.loop = asyncio.get_running_loop()
         self.state: State = "starting"
+        self.keeps_files = False  # a build step: what it wrote is taken when it has ended
         self.asleep = False  # put to sleep for idleness: any touch wakes it
         self.guest: Guest | None = None
         self.network: Network | None = None

@@ -6,8 +6,10 @@ their creator. When the host itself dies, egress is closed, ephemeral boxes end,
 
 import asyncio
 import base64
+import collections
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import resource
@@ -17,25 +19,28 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
 from ..settings import state_directory
 from .blueprint import NAME, Blueprint, Tier
-from .box import Box
+from .box import Box, environment
 from .cgroups import Cgroups
 from .cgroups import remove as remove_cgroup
+from .commands import Command, encode_exec
 from .disk import Disk
 from .driver import Driver, Root, Spec
 from .drivers.namespace import NamespaceDriver, NamespaceGuest, Spawner
 from .drivers.process import ProcessDriver
 from .egress.tls import Authority
+from .images import Image, Images, Ran
 from .layers import Layers
 from .networks import Event, Gateway, Network
 from .snapshots import Snapshots
 from .trace import KEPT, Trace, prune
+from .wire import DONE, EXIT
 from .zygote import Zygote
 
 IDLE_SECONDS = float(os.environ.get("LAYER_HOST_IDLE", "60"))  # a host that nobody uses ends
@@ -95,6 +100,7 @@ class Host:
             self.spawner.on_death = self.stopping.set
             self.gateway.refill()
         self.snapshots = Snapshots(self.disk, self.layers)
+        self.images = Images(self.layers, self.snapshots)
         self.zygote = Zygote(self.state) if self.root else None
         await self._adopt()
         while self.cgroups.refill():
@@ -230,17 +236,66 @@ class Host:
             if time.monotonic() - self._mask[0] > 1:  # a new name in / must not show in boxes for long
                 self._mask = (time.monotonic(), self.layers.resolve("host"))
             return self._mask[1]
-        layers = tuple(await asyncio.to_thread(self.layers.resolve, base, say))
         if blueprint.packages:
-            layers = await self._build(blueprint, layers, say)
-        return layers
+            steps = json.dumps([base, *blueprint.packages], sort_keys=True, default=str)
+            name = f"built-{hashlib.sha256(steps.encode()).hexdigest()[:16]}"
+            await self.build(name, base, blueprint.packages, blueprint.egress, say)
+            base = name
+        return tuple(await asyncio.to_thread(self.layers.resolve, base, say))
 
-    async def _build(
-        self, blueprint: Blueprint, layers: tuple[str, ...], say: Callable[[str], None]
-    ) -> tuple[str, ...]:
-        raise Unavailable(
-            "packages of a blueprint are not built yet", hint="run the steps in a box and take a snapshot"
-        )
+    async def build(
+        self,
+        name: str,
+        base: str,
+        steps: Sequence[Any],
+        egress: Sequence[Any] = (),
+        say: Callable[[str], None] = lambda line: None,
+        cache: bool = True,
+    ) -> Image:
+        """An image from a base and steps, each run in a namespace box of its own that may reach what `egress` allows, and kept by content."""
+        await self.driver("namespace")
+        rules = tuple(egress)
+
+        async def run_in_box(
+            layers: tuple[str, ...], argv: Sequence[str], *, upper: Path, user: str, env: Mapping[str, str], cwd: str
+        ) -> Ran:
+            return await self._run_step(rules, layers, argv, upper, user, env, cwd)
+
+        return await self.images.build(name, base, steps, run_in_box, say, cache)
+
+    async def _run_step(
+        self,
+        egress: tuple[Any, ...],
+        layers: tuple[str, ...],
+        argv: Sequence[str],
+        upper: Path,
+        user: str,
+        env: Mapping[str, str],
+        cwd: str,
+    ) -> Ran:
+        blueprint = Blueprint(memory=2 << 30, pids=1024, cpu=float(os.cpu_count() or 1), disk=16 << 30, egress=egress)
+        box = await self._start(blueprint, await self.driver("namespace"), layers, upper=upper)
+        box.keeps_files = True
+        try:
+            if box.network and self.gateway:
+                await self.gateway.serve(box.id, box.network, egress, {})
+            over: asyncio.Future[None] = self.loop.create_future()
+            said: collections.deque[bytes] = collections.deque(maxlen=64)
+
+            def sink(kind: int, data: bytes) -> None:
+                if kind in (EXIT, DONE):
+                    over.set_result(None)
+                else:
+                    said.append(data)
+
+            command = Command(box, argv, sink)
+            command.start(encode_exec(argv, user, cwd, environment(box, dict(env)), 0))
+            await over
+            if command.error:
+                raise command.error
+            return Ran(command.status or 0, b"".join(said))
+        finally:
+            await self.kill(box)
 
     async def _start(
         self,
@@ -251,9 +306,10 @@ class Host:
         name: str | None = None,
         owner: str | None = None,
         upper_from: Path | None = None,
+        upper: Path | None = None,
         resume_from: Path | None = None,
     ) -> Box:
-        box = self._prepare(blueprint, driver, layers, name, owner, upper_from)
+        box = self._prepare(blueprint, driver, layers, name, owner, upper_from, upper)
         try:
             await self._connect(box)
             box.guest = await (driver.resume(box.spec, resume_from) if resume_from else driver.start(box.spec))
@@ -272,14 +328,17 @@ class Host:
         name: str | None,
         owner: str | None,
         upper_from: Path | None = None,
+        upper: Path | None = None,
     ) -> Box:
         """The parts of a box that cost microseconds: a directory, a cgroup, a record."""
-        id = new_id()
+        id = upper.name if upper else new_id()
         if time.monotonic() - self._free[0] > 0.5:
             self._free = (time.monotonic(), self.disk.free())
         if self._free[1] < 64 << 20:
             raise LimitExceeded("the host's disk is full", hint="layer box list; kill what is not needed")
-        if upper_from is None:
+        if upper is not None:
+            self.disk.limit(upper, blueprint.disk)
+        elif upper_from is None:
             upper = self.disk.create(id, blueprint.disk)
         else:
             upper = self.disk.snapshot(upper_from, self.disk.boxes / id)
@@ -345,7 +404,8 @@ class Host:
             listener.close()
         box.listeners.clear()
         self._drop_resources(box)
-        self.disk.destroy(box.spec.root.upper)
+        if not box.keeps_files:
+            self.disk.destroy(box.spec.root.upper)
         shutil.rmtree(box.spec.directory, ignore_errors=True)
         if box.name:
             self.names.pop(box.name, None)

@@ -752,6 +752,73 @@ class AsyncSandbox:
         return await self._do("changes")
 
 
+class AsyncImages:
+    """The bases that boxes can be made of: OCI images, and what was built of steps. `Sandbox.create(base=NAME)` uses one."""
+
+    _client_of: Callable[[], Client] = staticmethod(async_client)
+
+    @classmethod
+    async def _call(cls, verb: str, progress: Callable[[str], Any] | None = None, **request: Any) -> Any:
+        return await cls._client_of().call({"do": verb, **request}, say=progress or (lambda line: None))
+
+    @classmethod
+    async def list(cls) -> "List[dict[str, Any]]":
+        """Every image that is here."""
+        return await cls._call("images")
+
+    @classmethod
+    async def import_archive(
+        cls, path: str | os.PathLike[str], name: str, *, progress: Callable[[str], Any] | None = None
+    ) -> dict[str, Any]:
+        """An OCI or docker archive of the host's, known as `name` from now on."""
+        return await cls._call("image.import", progress, path=os.path.abspath(path), name=name)
+
+    @classmethod
+    async def pull(
+        cls, reference: str, *, name: str | None = None, tls: bool = True, progress: Callable[[str], Any] | None = None
+    ) -> dict[str, Any]:
+        """An image from a registry, by skopeo."""
+        return await cls._call("image.pull", progress, reference=reference, name=name, tls=tls)
+
+    @classmethod
+    async def build(
+        cls,
+        name: str,
+        steps: Sequence[Mapping[str, Any]],
+        *,
+        base: str = "debian",
+        egress: Sequence[str | Mapping[str, Any]] = (),
+        cache: bool = True,
+        progress: Callable[[str], Any] | None = None,
+    ) -> dict[str, Any]:
+        """An image from a base and steps ({"apt": […]}, {"pip": […]}, {"npm": […]}, {"files": {…}}, {"run": …}), each run in a box."""
+        rules = [rule if isinstance(rule, str) else dict(rule) for rule in egress]
+        return await cls._call(
+            "image.build",
+            progress,
+            name=name,
+            base=base,
+            steps=[dict(step) for step in steps],
+            egress=rules,
+            cache=cache,
+        )
+
+    @classmethod
+    async def export(cls, snapshot: "str | Snapshot", path: str | os.PathLike[str], *, name: str = "latest") -> str:
+        """A snapshot as an OCI image archive; its digest."""
+        id = snapshot.id if isinstance(snapshot, Snapshot) else snapshot
+        return await cls._call("image.export", snapshot=id, path=os.path.abspath(path), name=name)
+
+    @classmethod
+    async def remove(cls, name: str) -> None:
+        """Forget an image; boxes made of it go on."""
+        await cls._call("image.remove", name=name)
+
+
+class _BlockingImages(AsyncImages):
+    _client_of = staticmethod(blocking_client)
+
+
 class _BlockingCore(AsyncSandbox):
     _client_of = staticmethod(blocking_client)
 
@@ -823,3 +890,4 @@ Process = _blocking(AsyncProcess, "Process")
 Port = _blocking(AsyncPort, "Port")
 Files = _blocking(AsyncFiles, "Files")
 Sandbox = _blocking(_BlockingCore, "Sandbox")
+Images = _blocking(_BlockingImages, "Images")

@@ -696,7 +696,9 @@ async def create(connection: Connection, request: dict[str, Any]) -> dict[str, A
         replay=request.get("replay"),
         say=connection.say,
     )
-    if box.name is None and (connection.gone or not host.sessions[request.get("session")]):  # its client left meanwhile
+    if box.name is None and (
+        connection.gone or not host.sessions[str(request.get("session"))]
+    ):  # its client left meanwhile
         await host.kill(box)
     return box.describe()
 
@@ -819,6 +821,56 @@ async def snapshot_diff(connection: Connection, request: dict[str, Any]) -> Any:
 @verb("snapshot.remove")
 async def snapshot_remove(connection: Connection, request: dict[str, Any]) -> None:
     await asyncio.to_thread(connection.host.snapshots.remove, request["snapshot"])
+
+
+@verb("images")
+async def images(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    return [asdict(found) for found in await asyncio.to_thread(connection.host.images.list_images)]
+
+
+@verb("image.import")
+async def image_import(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    path = Path(request["path"])
+    return asdict(await asyncio.to_thread(connection.host.images.import_archive, path, request["name"], connection.say))
+
+
+@verb("image.pull")
+async def image_pull(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    pull, tls = connection.host.images.pull, request.get("tls", True)
+    return asdict(await asyncio.to_thread(pull, request["reference"], request.get("name"), tls, connection.say))
+
+
+@verb("image.build")
+async def image_build(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    egress, cache = request.get("egress") or [], request.get("cache", True)
+    made = await connection.host.build(
+        request["name"], request["base"], request["steps"], egress, connection.say, cache
+    )
+    return asdict(made)
+
+
+@verb("image.export")
+async def image_export(connection: Connection, request: dict[str, Any]) -> str:
+    """A snapshot as an OCI image in an archive of the host's, written with the rights of whoever may talk to this host."""
+
+    def write() -> str:
+        with open(request["path"], "wb") as file:
+            return connection.host.images.export(request["snapshot"], file, request.get("name") or "latest")
+
+    return await asyncio.to_thread(write)
+
+
+@verb("image.remove")
+async def image_remove(connection: Connection, request: dict[str, Any]) -> None:
+    await asyncio.to_thread(connection.host.images.remove, request["name"])
+
+
+@verb("collect")
+async def collect(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """Remove what no snapshot, image or box needs any more."""
+    host = connection.host
+    pins = {layer for box in host.boxes.values() for layer in box.spec.root.layers}
+    return asdict(await asyncio.to_thread(host.snapshots.collect, pins, bool(request.get("caches"))))
 
 
 @verb("doctor")
