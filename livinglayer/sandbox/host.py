@@ -837,10 +837,10 @@ class Host:
         self.boxes[id] = box
         self.names[record["name"]] = id
         if alive and resident is not None and isinstance(driver, NamespaceDriver):
-            pid, base, fds = resident
-            box.network = Network(*fds[1:5])
+            pid, base, (control, netns, tcp, dns, channel, *_) = resident
+            box.network = Network(netns, tcp, dns, channel)
             spec.netns, spec.held = box.network.netns, box.network.fds
-            box.guest = driver.adopt(spec, pid, base, fds[0])
+            box.guest = driver.adopt(spec, pid, base, control)
             self._live(box)
             box.state = record["state"]
             if self.gateway:
@@ -920,7 +920,7 @@ class Host:
             self.spawner.close()
         kept = {str(path) for box in staying for path in box.spec.cgroup.directories.values()}
         for _ in range(200):  # a process that is leaving holds its cgroup for a moment
-            if all([remove_cgroup(path) for path in self.cgroups.leftovers(kept)]):
+            if [remove_cgroup(path) for path in self.cgroups.leftovers(kept)].count(False) == 0:
                 break
             await asyncio.sleep(0.005)
         self.cgroups.close()

@@ -155,7 +155,8 @@ class Gateway:
             if self._waiters and not self._waiters[0].done():
                 self._waiters.pop(0).set_exception(answer.exception() or Unavailable("no network"))
             return
-        self._spare.append(Network(*answer.result()[1]))
+        netns, tcp, dns, channel = answer.result()[1]
+        self._spare.append(Network(netns, tcp, dns, channel))
         if self._waiters:
             waiter = self._waiters.pop(0)
             if not waiter.done():

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import types
+from typing import Any, NoReturn
 
 # What code in a box tends to import; loaded once, shared by every child.
 for name in ("json", "re", "math", "random", "datetime", "collections", "itertools", "functools", "pathlib", "subprocess", "hashlib", "base64",
@@ -33,7 +34,7 @@ class Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
-def child(data, fds, join, program):
+def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
     """Enter the box, then run the code as `python3 -c` would. Never returns."""
     code = 1
     try:
@@ -49,8 +50,8 @@ def child(data, fds, join, program):
         for target, fd in enumerate((stdin, stdout, stderr)):
             os.dup2(fd, target)
         os.closerange(3, 4096)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
+        for usual in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD):
+            signal.signal(usual, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(-1)
         os.environ.clear()
@@ -80,10 +81,10 @@ def child(data, fds, join, program):
             code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
             if code == 1 and not isinstance(error.code, int):
                 print(error.code, file=sys.stderr)
-        except BaseException:
-            kind, error, trace = sys.exc_info()
-            sys.excepthook(kind, error, trace.tb_next if trace else None)
-            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        except BaseException as raised:
+            trace = raised.__traceback__
+            sys.excepthook(type(raised), raised, trace.tb_next if trace else None)
+            code = 130 if isinstance(raised, KeyboardInterrupt) else 1
         threading = sys.modules["threading"]
         threading._shutdown()
         import atexit
@@ -103,7 +104,7 @@ def child(data, fds, join, program):
         os._exit(code & 0xFF)
 
 
-def forget_arguments():
+def forget_arguments() -> None:
     """Our own command line, which a box would see as that of its Python."""
     with open("/proc/self/stat", "rb") as file:
         start, end = file.read().rpartition(b")")[2].split()[45:47]
@@ -113,15 +114,15 @@ def forget_arguments():
     sys.orig_argv[:] = sys.argv[:] = [name.decode()]
 
 
-def main():
+def main() -> None:
     """Serve the host until it hangs up."""
-    fds = [int(number) for number in sys.argv[1:4]]
-    control = socket.socket(fileno=fds[0])
-    library = ctypes.PyDLL(f"/proc/self/fd/{fds[1]}", use_errno=True)
+    number, library_fd, filter_fd = (int(text) for text in sys.argv[1:4])
+    control = socket.socket(fileno=number)
+    library = ctypes.PyDLL(f"/proc/self/fd/{library_fd}", use_errno=True)
     libc = ctypes.PyDLL(None, use_errno=True)
-    with open(fds[2], "rb") as file:
+    with open(filter_fd, "rb") as file:
         instructions = file.read()
-    os.close(fds[1])
+    os.close(library_fd)
     forget_arguments()
     held = ctypes.create_string_buffer(instructions, len(instructions))
     program = Program(len(instructions) // 8, ctypes.cast(held, ctypes.c_void_p))
@@ -129,7 +130,7 @@ def main():
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    running = {}
+    running: dict[int, int] = {}
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no zygote without its host
     message = bytearray(1 << 20)
     gc.collect()
@@ -169,7 +170,9 @@ def main():
             fds = array.array("i")
             for _, _, raw in ancillary:
                 fds.frombytes(raw[: len(raw) // 4 * 4])
-            wanted, number = struct.unpack_from("<II", message)  # the request's serial, and 0 or a signal for what it started
+            wanted, number = struct.unpack_from(
+                "<II", message
+            )  # the request's serial, and 0 or a signal for what it started
             if number:
                 for pid, serial in running.items():
                     if serial == wanted:
@@ -178,9 +181,9 @@ def main():
                         except (ProcessLookupError, ValueError):
                             pass
                 continue
-            status = None
+            failed = False
             if libc.setns(fds[0], CLONE_NEWPID):  # children of ours are born in the box's own numbering
-                status = 125 << 8
+                failed = True
             else:
                 try:
                     pid = os.fork()
@@ -191,16 +194,14 @@ def main():
                     running[pid] = wanted
                     control.send(json.dumps({"serial": wanted, "pid": pid}).encode())
                 except OSError:
-                    status = 125 << 8
+                    failed = True
                 libc.setns(own, CLONE_NEWPID)
             message[:size] = bytes(size)
             for fd in fds:
                 os.close(fd)
-            if status is not None:
+            if failed:
                 control.send(
-                    json.dumps(
-                        {"serial": wanted, "status": status, "user": 0, "system": 0, "resident": 0}
-                    ).encode()
+                    json.dumps({"serial": wanted, "status": 125 << 8, "user": 0, "system": 0, "resident": 0}).encode()
                 )
 
 

@@ -309,7 +309,9 @@ class NamespaceDriver:
             await agent.ready
         except BaseException:
             agent.close()
-            if not answer.done() or not answer.exception():  # it may be on its way, and must not outlive who asked for it
+            if (
+                not answer.done() or not answer.exception()
+            ):  # it may be on its way, and must not outlive who asked for it
                 with contextlib.suppress(Unavailable):
                     self.spawner.request(KILL, [spec.id], []).add_done_callback(_ignore)
             raise
@@ -332,11 +334,6 @@ class NamespaceDriver:
 
     async def close(self) -> None:
         self.spawner.close()
-
-
-def _ignore(answer: "asyncio.Future[tuple[int, int, list[int]]]") -> None:
-    if not answer.cancelled():
-        answer.exception()
 
 
 def _ignore(answer: "asyncio.Future[tuple[int, int, list[int]]]") -> None:
