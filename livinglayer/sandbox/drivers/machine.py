@@ -48,7 +48,7 @@ QEMU_THREADS = 128  # of QEMU itself, which the host counts too
 SPARE = 2  # machines of the shape used last that wait for a box
 KEPT = 4  # images held in memory; 60 to 100 MB each
 KEPT_ON_DISK = 8
-BOOT_SECONDS, KVM_SECONDS, ANSWER_SECONDS = 180, 8, 30
+BOOT_SECONDS, KVM_SECONDS, ANSWER_SECONDS = (45, 90, 180), 8, 30
 SETTLE_SECONDS = 1.5  # a kernel just started has work left, which every machine made from its image would do again
 LINE = "console=ttyS0 quiet loglevel=4 panic=-1 reboot=t nokaslr tsc=reliable no_timer_check random.trust_cpu=on 8250.nr_uarts=1 cryptomgr.notests rcupdate.rcu_expedited=1 net.ifnames=0"
 
@@ -387,21 +387,29 @@ class Machines:
 
         async def boot() -> Image:
             self.say(f"booting a {hardware.memory >> 20} MB {self.tier} once, to start from its image ever after")
-            blank = memory.seal(memory.blank(hardware.memory))
-            machine = await self._boot(hardware, base, blank)
-            try:
-                heard = await machine.hear(None, BOOT_SECONDS)
-                if heard != "ready":
-                    raise Unavailable(f"the guest did not come up: {heard}: {await machine.console()}")
-                for _ in range(3):  # the ways a started box will go, walked once
-                    await machine.tell(f"refresh time={time.time_ns()}")
-                await asyncio.sleep(SETTLE_SECONDS)
-                return await self._capture(machine, blank, base, None)
-            finally:
-                await machine.kill()
-                os.close(blank)
+            for seconds in BOOT_SECONDS[:-1]:  # an emulated processor hangs now and then while it measures time
+                try:
+                    return await self._boot_once(hardware, base, seconds)
+                except TimedOut as error:
+                    self.say(f"trying again: {error}")
+            return await self._boot_once(hardware, base, BOOT_SECONDS[-1])
 
         return await self._image(key, boot)
+
+    async def _boot_once(self, hardware: Hardware, base: LayerImage, seconds: float) -> Image:
+        blank = memory.seal(memory.blank(hardware.memory))
+        machine = await self._boot(hardware, base, blank)
+        try:
+            heard = await machine.hear(None, seconds)
+            if heard != "ready":
+                raise Unavailable(f"the guest did not come up: {heard}: {await machine.console()}")
+            for _ in range(3):  # the ways a started box will go, walked once
+                await machine.tell(f"refresh time={time.time_ns()}")
+            await asyncio.sleep(SETTLE_SECONDS)
+            return await self._capture(machine, blank, base, None)
+        finally:
+            await machine.kill()
+            os.close(blank)
 
     async def _built(self, hardware: Hardware, layers: Sequence[LayerImage], limits: tuple[int, int, int]) -> Image:
         """The image of a machine whose root is made and limited, with nothing run in it."""
@@ -658,18 +666,22 @@ class MachineGuest:
 
     def __init__(self, driver: Machines, spec: Spec, machine: Qemu, image: Image, agent: Agent) -> None:
         self.driver, self.spec, self.machine, self.agent = driver, spec, machine, agent
-        self.pid, self.ended = machine.process.pid, machine.process.ended
+        self.pid = machine.process.pid
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._suspended = False
         self.image: Image | None = image
         self.paused = False
         self._lock = asyncio.Lock()
-        self.ended.add_done_callback(lambda _: self._release())
+        machine.process.ended.add_done_callback(self._gone)
         (spec.directory / "machine.pid").write_text(str(self.pid))
         if spec.keep:
             driver.let_live(self.pid)
 
-    def _release(self) -> None:
+    def _gone(self, done: "asyncio.Future[str]") -> None:
         self.agent.close()
         self.image = None
+        if not self._suspended:
+            self.ended.set_result(done.result())
 
     async def pause(self) -> None:
         """Stop its processors; memory stays."""
@@ -700,7 +712,10 @@ class MachineGuest:
                 "number": self.agent._number,
             }
             (directory / "machine.json").write_text(json.dumps(kept))
+            self._suspended = True
             await self.kill("suspended")
+            # after our caller has taken note: nobody should think that it died
+            asyncio.get_running_loop().call_soon(self.ended.set_result, "suspended")
 
     async def kill(self, reason: str = "killed") -> None:
         """The process is gone when this returns; asking twice is fine."""
