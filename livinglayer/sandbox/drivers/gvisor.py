@@ -28,7 +28,7 @@ from . import launch, oci
 
 INSTALL = "apt-get install -t bookworm-backports runsc"
 OLDEST = 20240729  # earlier ones refuse the flags that `ls` of Debian 12 gives to stat
-THREADS, STUBS = 512, 16  # tasks of the host that the sentry takes for itself, and for each process in the box
+THREADS, STUBS = 2048, 32  # tasks of the host that the sentry takes for itself, and for each process in the box
 OWN_MEMORY = 96 << 20  # of the sentry and the file server
 GATE, WIRE, PREFIX = "169.254.171.1", "169.254.171.2", 30
 # what comes off the wire goes where the host's own output in this namespace goes
