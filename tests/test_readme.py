@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sandbox.hosts import Host, wait_until
 
 from livinglayer.edges.cli.commands import COMMANDS
 from livinglayer.edges.cli.main import parser
@@ -14,14 +17,54 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 DEMO = (Path(__file__).parent.parent / "tools" / "demo.py").read_text()
 
 
+LAYER, BOX = re.findall(r"```python\n(.*?)```", README, re.S)
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="boxes above tier process need root")
+
+
+@pytest.fixture(scope="module")
+def made_host() -> Iterator[Host]:
+    made = Host()
+    try:
+        yield made
+        made.hang_up()
+        made.stop()
+        wait_until(lambda: not made.remains(), "nothing of the host is left")
+    finally:
+        made.remove()
+
+
+@pytest.fixture
+def host(made_host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
+    for name, value in made_host.environment().items():
+        monkeypatch.setenv(name, value)
+    return made_host
+
+
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [example] = re.findall(r"```python\n(.*?)```", README, re.S)
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, "README.md", "exec"), {})
+    exec(compile(LAYER, "README.md", "exec"), {})
+
+
+@needs_root
+def test_the_example_of_a_box_runs(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(BOX, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "0 42\n\n"
+
+
+@needs_root
+def test_the_demo_shows_a_box(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    demo = {"__name__": "demo"}
+    exec(compile(DEMO, "demo.py", "exec"), demo)
+    assert demo["main"]("shop") == 0  # type: ignore[operator]
+    shown = capsys.readouterr().out
+    assert "A box:" in shown and "shares the host's kernel" in shown and "three forks" in shown
 
 
 def test_the_demo_is_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     demo = {"__name__": "demo"}

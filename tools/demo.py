@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from decimal import Decimal
 from pathlib import Path
 
 import livinglayer
 from livinglayer import Layer
 from livinglayer.errors import LayerError
+from livinglayer.sandbox import Sandbox
 
 NEXT = """
   {home} is a layer: an embedded database in {home}/.layer. No server runs; commands open it themselves.
@@ -25,7 +28,10 @@ NEXT = """
     layer query 'select * from item' --as-of {tx}       as it was before
     layer verify                                     is everything as it was written?
 
-  Coming in later releases: boxes to run code in, the law over them, the server with its pages and API.
+    layer doctor                                     which tiers of box work here
+    layer box create work                            a box that stays: then exec, shell, cp, fork, trace, kill
+
+  Coming in later releases: the law over boxes, the server with its pages and API.
 """
 
 
@@ -62,6 +68,33 @@ def fill(layer: Layer) -> None:
     layer.update("item", bolt, {"price": Decimal("0.10")}, branch="cheaper", reason="what if bolts were cheaper?")
 
 
+CODE = "import os; print('user', os.getuid(), 'sees', os.listdir('/home'), 'and reaches nothing')"
+
+
+def show_box() -> None:
+    """Make a box, run something in it, keep it, fork it; all of it is gone afterwards."""
+    try:
+        Sandbox.create().kill()  # the first one also starts the host, and builds what it needs
+        start = time.perf_counter()
+        with Sandbox.create(memory="256M", pids=64) as box:
+            made = time.perf_counter() - start
+            print(f"  A box: tier {box.tier}, which {box.info()['isolation']}; it was there after {made * 1e3:.1f} ms.")
+            print(f"    it says: {box.run(['python3', '-c', CODE]).stdout.text.strip()}")
+            box.files.write("/home/user/note", "kept")
+            snapshot = box.snapshot()
+            start = time.perf_counter()
+            forks = box.fork(3)
+            took = time.perf_counter() - start
+            notes = {fork.files.read("/home/user/note").decode() for fork in forks}
+            print(
+                f"    snapshot {snapshot.id[:12]} holds its files; three forks after {took * 1e3:.0f} ms have them too: {notes}"
+            )
+            for fork in forks:
+                fork.kill()
+    except LayerError as error:
+        print(f"  No box here: {error}" + (f"\n    hint: {error.hint}" if error.hint else ""))
+
+
 def main(home: str) -> int:
     existed = Path(home, ".layer").is_dir()
     try:
@@ -75,7 +108,13 @@ def main(home: str) -> int:
     except LayerError as error:
         print(f"demo: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         return error.exit_code
-    print(("There was already a demo." if existed else "Made a demo.") + NEXT.format(home=home, tx=tx), end="")
+    print("There was already a demo." if existed else "Made a demo.")
+    if os.geteuid() == 0:
+        print()
+        show_box()
+    else:
+        print("  Boxes above tier process need root: sudo .venv/bin/layer doctor says which work here.")
+    print(NEXT.format(home=home, tx=tx), end="")
     return 0
 
 
