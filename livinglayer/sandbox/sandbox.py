@@ -804,10 +804,18 @@ class AsyncImages:
         )
 
     @classmethod
-    async def export(cls, snapshot: "str | Snapshot", path: str | os.PathLike[str], *, name: str = "latest") -> str:
-        """A snapshot as an OCI image archive; its digest."""
+    async def export(
+        cls,
+        snapshot: "str | Snapshot",
+        path: str | os.PathLike[str],
+        *,
+        name: str = "latest",
+        changes_only: bool = False,
+    ) -> str:
+        """A snapshot as an OCI image archive, or only what it changed of its base; its digest."""
         id = snapshot.id if isinstance(snapshot, Snapshot) else snapshot
-        return await cls._call("image.export", snapshot=id, path=os.path.abspath(path), name=name)
+        place = os.path.abspath(path)
+        return await cls._call("image.export", snapshot=id, path=place, name=name, changes_only=changes_only)
 
     @classmethod
     async def remove(cls, name: str) -> None:

@@ -855,7 +855,8 @@ async def image_export(connection: Connection, request: dict[str, Any]) -> str:
 
     def write() -> str:
         with open(request["path"], "wb") as file:
-            return connection.host.images.export(request["snapshot"], file, request.get("name") or "latest")
+            name, changes = request.get("name") or "latest", bool(request.get("changes_only"))
+            return connection.host.images.export(request["snapshot"], file, name, changes)
 
     return await asyncio.to_thread(write)
 

@@ -82,8 +82,8 @@ def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
             if code == 1 and not isinstance(error.code, int):
                 print(error.code, file=sys.stderr)
         except BaseException as raised:
-            trace = raised.__traceback__
-            sys.excepthook(type(raised), raised, trace.tb_next if trace else None)
+            trace = raised.__traceback__.tb_next if raised.__traceback__ else None  # from the caller's own code on
+            sys.excepthook(type(raised), raised.with_traceback(trace), trace)
             code = 130 if isinstance(raised, KeyboardInterrupt) else 1
         threading = sys.modules["threading"]
         threading._shutdown()
