@@ -172,6 +172,8 @@ class Host:
         """Make a box of this shape and start it."""
         secret_values = secret_values or {}
         blueprint = Blueprint.of(given | ({"secrets": list(secret_values)} if secret_values else {}))
+        if blueprint.tier in VIRTUAL and blueprint.base == "host":  # another kernel can't be shown this machine's files
+            blueprint = blueprint.changed(base="debian")
         self._check_name(name)
         if self.stopping.is_set():
             raise Unavailable("the host is stopping")
@@ -231,7 +233,7 @@ class Host:
             return tuple(await asyncio.to_thread(self.snapshots.load, snapshot)) if snapshot else ()
         if snapshot:
             return tuple(await asyncio.to_thread(self.snapshots.load, snapshot))
-        base = "debian" if blueprint.tier in VIRTUAL and blueprint.base == "host" else blueprint.base
+        base = blueprint.base
         if base == "host" and not blueprint.packages:
             if time.monotonic() - self._mask[0] > 1:  # a new name in / must not show in boxes for long
                 self._mask = (time.monotonic(), self.layers.resolve("host"))

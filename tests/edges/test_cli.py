@@ -433,7 +433,7 @@ def layer_process(*argv: object, input: str | None = None) -> subprocess.Complet
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(name: str, run: Run) -> None:
-    shown = run(name, "--help")
+    shown = run(*name.split(), "--help")
     assert shown.code == 0 and len(COMMANDS[name].help) > 20
     assert " ".join(COMMANDS[name].help.split()) in " ".join(shown.out.split())
 
