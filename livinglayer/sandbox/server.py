@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -54,6 +55,7 @@ class Connection(asyncio.Protocol):
         self.leases = False
         self.gone = False
         self._task: asyncio.Task[None] | None = None
+        self._thread = threading.get_ident()
 
     @property
     def stream(self) -> Stream | None:
@@ -145,7 +147,11 @@ class Connection(asyncio.Protocol):
 
     def say(self, line: str) -> None:
         """Progress of long work; callable from threads."""
-        self.host.loop.call_soon_threadsafe(self.send, PROGRESS, b"-" + line.encode()[:60000])
+        frame = (PROGRESS, b"-" + line.encode()[:60000])
+        if threading.get_ident() == self._thread:
+            self.send(*frame)
+        else:
+            self.host.loop.call_soon_threadsafe(self.send, *frame)
 
     # ---- requests ----
 
