@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,16 +21,10 @@ class Home(Host):
     """A host that runs from the beginning, and its servants."""
 
     def __init__(self, environment: Mapping[str, str] = {}) -> None:
-        compiled = Path(os.environ.get("LAYER_TEST_HOME", "/nonexistent")) / "native"  # once for a whole run
-        super().__init__(native=compiled)
-        with variables(environment):
+        super().__init__()
+        with variables(self.environment() | dict(environment)):
             client.connect(self.state).close()
         wait_for(lambda: read(self.state / "run/host.pid"))
-        if compiled.parent.is_dir() and not compiled.exists():
-            aside = compiled.with_name(f"native-{os.getpid()}")
-            shutil.copytree(self.state / "native", aside)
-            with contextlib.suppress(OSError):  # another worker was first
-                aside.rename(compiled)
 
     @property
     def spawner(self) -> int:
@@ -63,12 +56,13 @@ class Home(Host):
         found: Counter[str] = Counter()
         found["processes"] = len(ours) - states["Z"] - states[""]
         found["zombies"] = states["Z"]
-        found["mounts"] = len(read("/proc/self/mountinfo").splitlines())
+        found["mounts"] = sum(str(self.state) in line for line in read("/proc/self/mountinfo").splitlines())
         found["cgroups"] = len(self._cgroups())
         found["loop devices"] = len(self._loops())
         for name, pid in self.servants.items():
             found[f"fds of {name}"] = len(list_directory(f"/proc/{pid}/fd"))
-            found[f"mounts of {name}"] = len(read(f"/proc/{pid}/mountinfo").splitlines())
+            if os.readlink(f"/proc/{pid}/ns/mnt") != os.readlink("/proc/self/ns/mnt"):
+                found[f"mounts of {name}"] = len(read(f"/proc/{pid}/mountinfo").splitlines())
             found[f"threads of {name}"] = len(list_directory(f"/proc/{pid}/task"))
         for kind in ("net", "pid", "mnt", "user", "ipc", "uts", "cgroup"):
             found[f"{kind} namespaces"] = len(namespaces(kind, ours))
