@@ -45,6 +45,8 @@ class Cgroups:
 
     def put_back(self, group: "Cgroup") -> bool:
         """The cgroup of a box that has ended: kept for the next box if it is empty and can be made as new, else removed. False while busy."""
+        if not group.directories:
+            return True
         if self.version == "v1" and len(self._spare) < 4 * self._size and group.renew():
             self._spare.append(group)
             return True

@@ -27,7 +27,7 @@ from ..errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, Una
 from ..settings import state_directory
 from .blueprint import NAME, Blueprint, Tier
 from .box import Box, environment
-from .cgroups import Cgroups
+from .cgroups import Cgroup, Cgroups
 from .cgroups import remove as remove_cgroup
 from .commands import Command, encode_exec
 from .disk import Disk
@@ -428,8 +428,10 @@ class Host:
         if box.root_fd is not None:
             os.close(box.root_fd)
             box.root_fd = None
-        if not self.cgroups.put_back(box.spec.cgroup):
-            self.spawn_task(self._remove_later(box.spec.cgroup.directories))
+        # Once: by the time a suspended box is killed, the group it had may be another's.
+        group, box.spec.cgroup = box.spec.cgroup, Cgroup("none", {})
+        if not self.cgroups.put_back(group):
+            self.spawn_task(self._remove_later(group.directories))
 
     async def _remove_later(self, directories: dict[str, Path]) -> None:
         for delay in (0.001, 0.005, 0.02, 0.1, 0.5, 2):
