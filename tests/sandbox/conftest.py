@@ -36,9 +36,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Host], Host]:
 
 
 @pytest.fixture
-def own_host(host: Host, use: Callable[[Host], Host]) -> Iterator[Host]:
+def own_host(use: Callable[[Host], Host]) -> Iterator[Host]:
     """A host that a test may kill; it must leave nothing either."""
-    made = Host(native=host.state / "native")
+    made = Host()
     try:
         yield use(made)
         made.hang_up()

@@ -16,25 +16,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from livinglayer.sandbox.client import _clients
+from livinglayer.sandbox.native import build
 
 PREFIX = "ll-"  # short: the path of a Unix socket has 107 bytes
 PLACE = Path("/tmp")
+CACHE = os.environ.get("LAYER_CACHE", "/var/cache/livinglayer")
 
 
 class Host:
     """One state directory; its host is started on demand by whoever asks for a box there."""
 
-    def __init__(self, native: Path | None = None) -> None:
+    def __init__(self) -> None:
         self.state = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=PLACE))
-        if native and native.exists():  # compiled once
-            shutil.copytree(native, self.state / "native")
+        compiled = build(Path(CACHE))  # once for all hosts of all test runs
+        shutil.copytree(compiled, self.state / "native" / compiled.name)
 
     def environment(self) -> dict[str, str]:
         """What a process needs to use this host; the caches of bases and kernels are the machine's."""
-        return {
-            "LAYER_STATE": str(self.state),
-            "LAYER_CACHE": os.environ.get("LAYER_CACHE", "/var/cache/livinglayer"),
-        }
+        return {"LAYER_STATE": str(self.state), "LAYER_CACHE": CACHE}
 
     @property
     def pid(self) -> int:
@@ -132,12 +131,14 @@ class Host:
 
     def _loops(self) -> list[str]:
         listed = subprocess.run(
-            ["losetup", "--list", "--noheadings", "--output", "NAME,BACK-FILE"],
+            ["losetup", "--list", "--noheadings", "--output", "NAME,AUTOCLEAR,BACK-FILE"],
             capture_output=True,
             text=True,
             check=False,
         )
-        return [line.split()[0] for line in listed.stdout.splitlines() if str(self.state) in line]
+        # One that clears itself is only waiting for a mount namespace of somebody else's that saw it.
+        lines = [line.split() for line in listed.stdout.splitlines() if str(self.state) in line]
+        return [name for name, clears, *_ in lines if clears == "0"]
 
     def census(self) -> Counter[str]:
         """What this host holds now, by kind: to be compared with what it holds after boxes have come and gone."""

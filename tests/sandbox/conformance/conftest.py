@@ -51,7 +51,7 @@ def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     seconds = SECONDS * SLOW.get(str(tier), 1)
 
     def late(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"the test did not end within {seconds} s")
+        pytest.fail(f"the test did not end within {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -82,13 +83,16 @@ def test_hostile_archives_are_refused_and_nothing_lands_elsewhere(box: Any, spot
         "long name": (Invalid, tar(("y" * 300, b"x", {}))),
         "not an archive": (Invalid, b"hello" * 1000),
         "empty": (Invalid, b""),
-        "cut short": (Invalid, tar(("a", b"x" * 100_000, {}), mode="w:gz")[:200]),
+        "cut short": (Invalid, tar(("a", os.urandom(100_000), {}), mode="w:gz")[:50_000]),
         "broken zip": (Invalid, zipped(a=b"x" * 1000)[:60]),
     }
     for what, (kind, archive) in hostile.items():
-        with pytest.raises(LayerError) as caught:
+        try:
             box.files.upload_archive(archive, f"{spot}/in")
-        assert isinstance(caught.value, kind), (what, caught.value)
+            error: LayerError | None = None
+        except LayerError as refused:
+            error = refused
+        assert isinstance(error, kind), (what, error)
         assert box.files.list(above) == [], what
     assert box.run("find . -type c -o -type b -o -type p", cwd=spot).stdout == b""
 

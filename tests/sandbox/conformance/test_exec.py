@@ -59,7 +59,7 @@ def test_exit_codes_and_signals(box: Any) -> None:
 def test_cwd(box: Any, spot: str) -> None:
     assert box.run("pwd", cwd=spot).stdout.text.strip().endswith(spot)
     assert box.run("pwd").stdout.text.strip().endswith("/home/user")
-    with pytest.raises(NotFound, match="working directory|No such file"):
+    with pytest.raises(NotFound, match=r"working directory|No such file"):
         box.run("pwd", cwd=spot + "/missing")
     box.files.write(spot + "/file", b"")
     with pytest.raises(Invalid, match="Not a directory"):
@@ -229,8 +229,18 @@ print(result.exit_code, result.stdout)
     other = here.python(code, box.id, str(process.id))
     assert other.stdout
     assert other.stdout.read() == "6 before\nfrom elsewhere\n\n"
+    assert process.wait().exit_code == 6
     with pytest.raises(NotFound, match="runs no command"):
         box.attach(process.id)
+
+
+@pytest.mark.core
+def test_how_a_background_command_ended_is_told_afterwards(box: Any) -> None:
+    processes = [box.start(f"echo {number}; exit {number}") for number in range(4)]
+    wait_until(lambda: not box.processes(), "they have ended")
+    assert [(done.exit_code, done.stdout) for done in (process.wait() for process in processes)] == [
+        (number, f"{number}\n".encode()) for number in range(4)
+    ]
 
 
 def test_closing_stdin_ends_what_reads_it(box: Any) -> None:

@@ -59,6 +59,7 @@ def test_a_server_in_the_box_is_talked_to(box: Any, port: int) -> None:
     assert connection.receive() == b""
     connection.close()
     server.kill()
+    server.wait()
 
 
 @pytest.mark.core
@@ -80,6 +81,7 @@ def test_much_goes_both_ways_at_once(box: Any, port: int) -> None:
     assert len(data) == size + 3
     assert data.endswith(b"AAABYE")
     server.kill()
+    server.wait()
 
 
 @pytest.mark.core
@@ -97,6 +99,7 @@ def test_an_exposed_port_is_an_address_of_the_host(box: Any, port: int) -> None:
             data += more
     assert data == b"X" * 300_000 + b"BYE"
     server.kill()
+    server.wait()
 
 
 def test_an_exposed_port_ends_with_its_box(make: Callable[..., Any], port: int) -> None:
