@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sandbox.escape.world import load
 from sandbox.hosts import Host, wait_until
 
 from livinglayer import Layer, errors
-from livinglayer.edges.cli.boxes import GROUPS
+from livinglayer.edges.cli import boxes, images
 from livinglayer.edges.cli.commands import COMMANDS
 from livinglayer.sandbox.blueprint import TIERS, Blueprint, parse_size
 from livinglayer.settings import Settings
@@ -231,6 +232,14 @@ def test_every_field_of_a_blueprint_is_documented_with_its_default() -> None:
             assert said[field.name] == str(default), field.name
 
 
+def test_every_attack_that_is_named_is_made_and_every_kind_is_named() -> None:
+    made = {*load()}
+    kinds = {name.partition(".")[0] for name in made}
+    named = set(re.findall(rf"`((?:{'|'.join(kinds)})\.[\w*]+)`", PAGES["threat-model-boxes.md"]))
+    assert {name for name in named if not name.endswith("*")} <= made
+    assert {name.partition(".")[0] for name in named} == kinds
+
+
 def test_every_tier_is_documented() -> None:
     assert tuple(row[0].strip("`") for row in rows("tiers.md", 3) if row[0].startswith("`")) == TIERS
     assert ["", *TIERS] in rows("tiers.md", 7)
@@ -293,7 +302,8 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 
 
 def test_every_command_that_is_named_exists() -> None:
-    known = {*COMMANDS, *GROUPS}
+    groups = boxes.GROUPS | images.GROUPS
+    known = {*COMMANDS, *groups}
     named = {
         words
         for text in PAGES.values()
@@ -304,7 +314,7 @@ def test_every_command_that_is_named_exists() -> None:
         first, *rest = words.split()
         while f"{first} {rest[0].split('|')[0]}" in known if rest else False:
             first = f"{first} {rest.pop(0).split('|')[0]}"
-        wrong += [words] if first not in known or (first in GROUPS and rest) else []
+        wrong += [words] if first not in known or (first in groups and rest) else []
     assert wrong == []
     shown = {" ".join(name.split()[:2]) for name in COMMANDS if name.startswith("box ")}
     assert {name for name in shown if f"layer {name}" not in PAGES["sandbox.md"]} <= {
