@@ -82,7 +82,10 @@ class Host:
     async def open(self) -> None:
         """Bring up the parts, adopt what is ours, remove what is nobody's."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        for most in (max(limit, 1 << 20), limit):  # a dozen for each box
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+                break
         self.disk = Disk.open(self.state)
         # Setuid files of a box's root lie here with uid 0, and only tier process passes through, each user into its own box.
         for directory, mode in ((self.disk.layers, 0o700), (self.disk.tmp, 0o700), (self.disk.boxes, 0o711)):
