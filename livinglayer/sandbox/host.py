@@ -39,6 +39,7 @@ from .images import Image, Images, Ran
 from .layers import Layers
 from .networks import Event, Gateway, Network
 from .snapshots import Snapshots
+from .store import Collected
 from .trace import KEPT, Trace, prune
 from .wire import DONE, EXIT
 from .zygote import Zygote
@@ -76,6 +77,7 @@ class Host:
         self._warming = False
         self._failed: dict[str, LayerError] = {}  # tiers that did not work, and why
         self._drivers: dict[str, Driver] = {}
+        self._works: set[str] = set()  # tiers that were tried and work
         self.stopping = asyncio.Event()
         self.root = os.geteuid() == 0
 
@@ -120,12 +122,17 @@ class Host:
 
     async def driver(self, tier: Tier) -> Driver:
         """The driver of a tier that works here; else Unavailable says what to install."""
-        if found := self._drivers.get(tier):
-            return found
-        driver = self._make_driver(tier)
-        await driver.probe()
-        self._drivers[tier] = driver
+        driver = self.driver_of(tier)
+        if tier not in self._works:
+            await driver.probe()
+            self._works.add(tier)
         return driver
+
+    def driver_of(self, tier: Tier) -> Driver:
+        """The one driver of a tier, whether or not it works here."""
+        if tier not in self._drivers:
+            self._drivers[tier] = self._make_driver(tier)
+        return self._drivers[tier]
 
     def _make_driver(self, tier: Tier) -> Driver:
         if tier == "process":
@@ -323,7 +330,13 @@ class Host:
             self._release(box)
             raise
         self._live(box)
+        await self._hold(box)
         return box
+
+    async def _hold(self, box: Box) -> None:
+        """A named machine outlives us; so must its way out, which is ours."""
+        if box.name and box.network and self.spawner and box.blueprint.tier in VIRTUAL:
+            await self.spawner.hold(box.id, box.network.fds)
 
     def _prepare(
         self,
@@ -431,10 +444,22 @@ class Host:
         if box.root_fd is not None:
             os.close(box.root_fd)
             box.root_fd = None
+        if box.name and self.spawner and box.blueprint.tier in VIRTUAL:
+            self.spawn_task(self._let_go(self.spawner, box.id))
         # Once: by the time a suspended box is killed, the group it had may be another's.
         group, box.spec.cgroup = box.spec.cgroup, Cgroup("none", {})
         if not self.cgroups.put_back(group):
             self.spawn_task(self._remove_later(group.directories))
+
+    async def _let_go(self, spawner: Spawner, id: str) -> None:
+        with contextlib.suppress(Unavailable):  # it held nothing of this box
+            await spawner.release(id)
+
+    def collect(self, caches: bool = False) -> Collected:
+        """Remove what no snapshot, image or living box needs any more."""
+        return self.snapshots.collect(
+            lambda: {layer for box in list(self.boxes.values()) for layer in box.spec.root.layers}, caches
+        )
 
     async def _remove_later(self, directories: dict[str, Path]) -> None:
         for delay in (0.001, 0.005, 0.02, 0.1, 0.5, 2):
@@ -485,6 +510,7 @@ class Host:
         elif box.state == "suspended":
             keep = self.state / "suspended" / box.id
             box.fresh_work()
+            await self.driver(box.blueprint.tier)
             box.spec.cgroup = self.cgroups.take(box.blueprint.memory, box.blueprint.pids, box.blueprint.cpu)
             await self._connect(box)
             try:
@@ -498,6 +524,7 @@ class Host:
                 raise
             extra = {key: value for key, value in box.environment.items() if key in box.secrets}
             self._live(box)
+            await self._hold(box)
             box.environment |= extra
             if box.network and self.gateway:
                 await self.gateway.serve(box.id, box.network, box.blueprint.egress, box.secrets)
@@ -818,21 +845,30 @@ class Host:
             for name, (pid, _, fds) in residents.items():
                 for fd in fds:
                     os.close(fd)
-                if pid:
+                if not pid:
+                    await self.spawner.release(name)
+                else:
                     gone = self.loop.create_future()
                     self.spawner.on_exit[name] = gone.set_result
                     await self.spawner.request(2, [name], [])
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(gone, 2)
         self._clean(set(self.boxes))
+        for tier in ("container", "gvisor", "microvm", "vm") if self.root else ():
+            try:
+                self.driver_of(tier).clean(set(self.boxes), lambda line: print(line, file=sys.stderr))
+            except (LayerError, OSError) as error:
+                print(f"remains of tier {tier} could not be removed: {error}", file=sys.stderr)
 
     async def _adopt_one(self, id: str, record: dict[str, Any], resident: tuple[int, int, list[int]] | None) -> None:
         blueprint = Blueprint.of({key: value for key, value in record["blueprint"].items() if key != "secrets"})
         upper = self.disk.boxes / id
         if not upper.exists():
             return (self.records / f"{id}.json").unlink(missing_ok=True)
-        driver = self._make_driver(blueprint.tier)
-        alive = resident is not None and record["state"] in ("running", "paused") and len(resident[2]) >= 5
+        driver = self.driver_of(blueprint.tier)
+        fds = resident[2] if resident else []
+        running = record["state"] in ("running", "paused")
+        alive = running and len(fds) >= (4 if blueprint.tier in VIRTUAL else 5)
         cgroup = (
             self.cgroups.adopt(record["cgroup"])
             if alive
@@ -843,11 +879,19 @@ class Host:
         box.created, box.parent, box.snapshot = record["created"], record["parent"], record["snapshot"]
         self.boxes[id] = box
         self.names[record["name"]] = id
-        if alive and resident is not None and isinstance(driver, NamespaceDriver):
-            pid, base, (control, netns, tcp, dns, channel, *_) = resident
-            box.network = Network(netns, tcp, dns, channel)
+        if alive and resident is not None:
+            netns, tcp, dns, channel = fds[-4:]
+            box.network = Network(netns, tcp, dns, channel, used=True)
             spec.netns, spec.held = box.network.netns, box.network.fds
-            box.guest = driver.adopt(spec, pid, base, control)
+            if isinstance(driver, NamespaceDriver):
+                box.guest = driver.adopt(spec, resident[0], resident[1], fds[0])
+            else:
+                await self.driver(blueprint.tier)
+                try:
+                    box.guest = await asyncio.wait_for(driver.adopt(spec), 20)  # type: ignore[attr-defined]
+                except (LayerError, OSError, TimeoutError) as error:
+                    print(f"the machine of box {id} is lost: {error}", file=sys.stderr)
+        if box.guest is not None and box.network is not None:
             self._live(box)
             box.state = record["state"]
             if self.gateway:
@@ -855,7 +899,7 @@ class Host:
             if box.state == "running":
                 await asyncio.wait_for(box.guest.agent.ping(), 5)
         else:
-            cgroup.remove()
+            self._drop_resources(box)
             box.state = "suspended"  # its processes went with the host; its files stay
         box.trace.add("adopt", state=box.state)
         box.save(self.records)

@@ -204,7 +204,7 @@ class Gateway:
             "replay": replay,
         }
         self._open[box] = (network, message)
-        if rules or secrets or record or replay:
+        if network.used or rules or secrets or record or replay:
             network.used = True
             found: dict[str, str] = (await self._request(message, [network.tcp, network.dns]))[0].get(
                 "placeholders", {}

@@ -827,6 +827,7 @@ async def snapshot_diff(connection: Connection, request: dict[str, Any]) -> Any:
 @verb("snapshot.remove")
 async def snapshot_remove(connection: Connection, request: dict[str, Any]) -> None:
     await asyncio.to_thread(connection.host.snapshots.remove, request["snapshot"])
+    await asyncio.to_thread(connection.host.collect)
 
 
 @verb("images")
@@ -875,9 +876,7 @@ async def image_remove(connection: Connection, request: dict[str, Any]) -> None:
 @verb("collect")
 async def collect(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
     """Remove what no snapshot, image or box needs any more."""
-    host = connection.host
-    pins = {layer for box in host.boxes.values() for layer in box.spec.root.layers}
-    return asdict(await asyncio.to_thread(host.snapshots.collect, pins, bool(request.get("caches"))))
+    return asdict(await asyncio.to_thread(connection.host.collect, bool(request.get("caches"))))
 
 
 @verb("doctor")

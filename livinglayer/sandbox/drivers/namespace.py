@@ -131,6 +131,10 @@ class Spawner:
         """Give back the ids that `root` took."""
         await self.request(RELEASE, [name], [])
 
+    async def hold(self, name: str, fds: list[int]) -> None:
+        """Keep fds of a box that another driver runs, for the host that comes after us."""
+        await self.request(HOLD, [name], fds)
+
     def _flags(self, spec: Spec) -> int:
         return (KEEP if spec.keep else 0) | (BY_PATH if self.by_path else 0)
 

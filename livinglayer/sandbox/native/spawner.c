@@ -287,10 +287,15 @@ static void answer(char *message, ssize_t length, int *fds, int count) {
     if (head.op == SPAWN || head.op == ROOT) return spawn(&head, at, end, fds, count);
     if (head.op == RESIDENTS) {
         for (struct resident *resident = residents; resident; resident = resident->next)
-            say(HELD, head.serial, resident->pid, resident->range->base, resident->name, resident->held, resident->hold_count);
+            say(HELD, head.serial, resident->pid, resident->range ? resident->range->base : 0, resident->name, resident->held, resident->hold_count);
         return say(REPLY, head.serial, 0, 0, "", NULL, 0);
     }
     struct resident *resident = at < end && memchr(at, 0, end - at) ? find(at) : NULL;
+    if (!resident && head.op == HOLD && at < end && memchr(at, 0, end - at) && good_name(at) && (resident = calloc(1, sizeof *resident))) {
+        strcpy(resident->name, at); // a box of another tier: only its fds are kept here
+        resident->next = residents;
+        residents = resident;
+    }
     if (!resident) return say(REPLY, head.serial, -ENOENT, 0, "name", NULL, 0);
     if (head.op == KILL && resident->pid) {
         kill(resident->pid, SIGKILL); // our own child, not yet reaped: the number can't be anyone else's
@@ -350,8 +355,9 @@ static void client_gone(void) {
     client = -1;
     for (struct resident *resident = residents, *next; resident; resident = next) {
         next = resident->next;
+        if (resident->flags & KEEP) continue;
         if (!resident->pid) forget(resident);
-        else if (!(resident->flags & KEEP)) kill(resident->pid, SIGKILL);
+        else kill(resident->pid, SIGKILL);
     }
 }
 
