@@ -455,10 +455,10 @@ class Host:
         with contextlib.suppress(Unavailable):  # it held nothing of this box
             await spawner.release(id)
 
-    def collect(self, caches: bool = False) -> Collected:
-        """Remove what no snapshot, image or living box needs any more."""
+    def collect(self, drop_caches: bool = False) -> Collected:
+        """Remove what no snapshot, image or living box needs any more; with `drop_caches` the kept steps of builds too."""
         return self.snapshots.collect(
-            lambda: {layer for box in list(self.boxes.values()) for layer in box.spec.root.layers}, caches
+            lambda: {layer for box in list(self.boxes.values()) for layer in box.spec.root.layers}, not drop_caches
         )
 
     async def _remove_later(self, directories: dict[str, Path]) -> None:

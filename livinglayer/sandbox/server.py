@@ -876,7 +876,7 @@ async def image_remove(connection: Connection, request: dict[str, Any]) -> None:
 @verb("collect")
 async def collect(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
     """Remove what no snapshot, image or box needs any more."""
-    return asdict(await asyncio.to_thread(connection.host.collect, bool(request.get("caches"))))
+    return asdict(await asyncio.to_thread(connection.host.collect, bool(request.get("drop_caches"))))
 
 
 @verb("doctor")
