@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from .commands import Command, encode_exec, exec_flags
 from .host import Host
 from .trace import read as read_trace
 from .trace import tail
-from .wire import CALL, DONE, ERROR, EXIT, HEAD, PROGRESS, RESULT, STARTED, STDERR, STDOUT, Frames, Kind, text
+from .wire import CALL, DONE, ERROR, EXIT, HEAD, PROGRESS, RESULT, STARTED, STDERR, STDOUT, WINDOW_START, Frames, Kind, text
 
 FLOOD = 64 << 20  # bytes that may wait for a client before it is hung up on
 HIGH = 1 << 20  # bytes that may wait for a slow client before its command is held
@@ -550,6 +551,7 @@ class Conversation(Stream):
     def __init__(self, connection: Connection, box: Box, kind: int, payload: bytes) -> None:
         self._connection, self._agent = connection, box.agent
         self._held, self._owed = False, 0
+        self._credit, self._input = WINDOW_START, deque[bytes | None]()
         self._number = self._agent.open(self._on_frame)
         connection.stream = self
         self._agent.send(kind, payload, self._number)
@@ -559,6 +561,9 @@ class Conversation(Stream):
             self._connection.send(STDOUT, payload)
             self._owed += len(payload)
             self.hold(self._held)
+        elif kind == Kind.CREDIT:
+            self._credit = min(WINDOW_START, self._credit + int.from_bytes(payload[:4], "little"))
+            self._flush()
         elif kind in (STARTED, Kind.EVENT):
             self._connection.send(kind, payload)
         elif kind == DONE:
@@ -567,7 +572,21 @@ class Conversation(Stream):
             self._connection.error(error) if error else self._connection.result(None)
 
     def input(self, data: bytes | None) -> None:
-        self._agent.send(Kind.INPUT_END if data is None else Kind.INPUT, data or b"", self._number)
+        self._input.append(data)
+        self._flush()
+        if self._input:
+            self._connection.transport.pause_reading()
+
+    def _flush(self) -> None:
+        """Give the agent what it has room for."""
+        while self._input:
+            data = self._input[0]
+            if len(data or b"") > self._credit:
+                return
+            self._credit -= len(data or b"")
+            self._agent.send(Kind.INPUT_END if data is None else Kind.INPUT, data or b"", self._number)
+            self._input.popleft()
+        self._connection.transport.resume_reading()
 
     def control(self, kind: int, payload: bytes) -> None:
         if kind == Kind.CANCEL:
