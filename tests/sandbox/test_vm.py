@@ -58,7 +58,8 @@ class Parts:
         wire = self.networks[-1].netns if network else None
         root = Root((*layers, *self.base), self.disk.create(name, shape.disk))
         group = self.cgroups.take(shape.memory, shape.pids, shape.cpu)
-        self.specs.append(Spec(name, shape, root, directory, group, wire, keep=keep))
+        held = [self.networks[-1].netns, self.networks[-1].tcp, self.networks[-1].dns] if network else []
+        self.specs.append(Spec(name, shape, root, directory, group, wire, held, keep))
         return self.specs[-1]
 
     def close(self) -> None:
@@ -356,7 +357,7 @@ async def story():
     with Disk.open(Path({str(state)!r})) as disk:
         parts = Parts(Path({str(state)!r}), disk)
         driver = MicrovmDriver(parts)
-        one, named = await driver.start(parts.spec()), await driver.start(parts.spec(network=False, keep=True))
+        one, named = await driver.start(parts.spec()), await driver.start(parts.spec(keep=True))
         print(one.pid, named.pid, named.spec.id, flush=True)
         await asyncio.sleep(600)
 asyncio.run(story())
@@ -366,7 +367,7 @@ asyncio.run(story())
         with Disk.open(state) as disk:
             parts = Parts(state, disk)
             driver = MicrovmDriver(parts)
-            spec = parts.spec(network=False, keep=True)
+            spec = parts.spec()
             home = state / "run/boxes" / named
             adopted = Spec(
                 named, spec.blueprint, Root(spec.root.layers, disk.boxes / named), home, spec.cgroup, keep=True
@@ -374,6 +375,14 @@ asyncio.run(story())
             guest = await driver.adopt(adopted)
             assert guest.pid == pid
             assert await out(guest, "hostname") == named
+            with socket.socket(fileno=os.dup(adopted.held[1])) as listener:  # its way out is still there
+                listener.settimeout(20)
+                code = "import socket; socket.create_connection(('93.184.216.34', 443), 20)"
+                asked = asyncio.create_task(run(guest, "python3", "-c", code, seconds=60))
+                (await asyncio.to_thread(listener.accept))[0].close()
+                assert (await asked).code == 0
+            for fd in adopted.held:
+                os.close(fd)
             fork = (await driver.fork(guest, [spec]))[0]
             await fork.kill()
             driver.clean({named}, print)

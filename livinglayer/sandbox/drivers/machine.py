@@ -6,6 +6,7 @@ box's disk at one moment; a template is an image of a machine in which nothing h
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -40,6 +41,7 @@ from .artefacts import Artefacts, LayerImage, copy_sparse, locked, new_disk
 from .changes import receive
 from .qemu import LAYERS, Board, Hardware, Jail, Process, Qemu
 
+NETWORK = "network.pid"  # in the directory of a named box: the pid of its network, and the fds that it holds
 DISK = "disk.img"  # in a box's upper directory: all that the box writes
 GUEST_OWN = 112 << 20  # what the guest's kernel needs beside the box's memory
 MEMORY_STEP = 128 << 20  # sizes of machines, so that many blueprints share one boot
@@ -55,6 +57,9 @@ LINE = "console=ttyS0 quiet loglevel=4 panic=-1 reboot=t nokaslr tsc=reliable no
 # Without hardware a guest's guards against speculation guard nothing and flush at every system call, and a program that lies at
 # another address each time is translated anew each time: without both a command takes a quarter of the time.
 EMULATED = "mitigations=off norandmaps"
+
+_PIDFD_GETFD = 438
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ class Machines:
             return [*await self._revive(image, specs, layers, guest.agent._number)]
 
     def adopt(self, spec: Spec) -> "asyncio.Task[MachineGuest]":
-        """A named box that outlived the host that started it."""
+        """A named box that outlived the host that started it; `spec.held` and `spec.netns` become copies of what that one gave it."""
         return asyncio.ensure_future(self._adopt(spec))
 
     def clean(self, alive: set[str], say: Callable[[str], None]) -> None:
@@ -190,7 +195,7 @@ class Machines:
                 if record.parent.name in alive:
                     keep.add(int(record.read_text()))
                 else:
-                    for name in (*qemu.PORTS, record.name):
+                    for name in (*qemu.PORTS, NETWORK, record.name):
                         (record.parent / name).unlink(missing_ok=True)
         for pid in self.processes():
             if pid not in keep:
@@ -551,12 +556,20 @@ class Machines:
             return
         wire, machine.wire = machine.wire, None
         program = self.artefacts.program("vmnet", "-lslirp")
-        with wire:
-            jail = await self._jailed()
-            pid = await asyncio.to_thread(
-                jail.start, program, [str(wire.fileno())], [wire.fileno()], spec.cgroup, spec.netns
-            )
+        jail = await self._jailed()
+        # A named box's listeners are held by its network, so that the next host finds them there.
+        held = spec.held if spec.keep else []
+        netns = os.dup(spec.netns)  # the launcher closes what it has joined, and that one may be held, too
+        try:
+            with wire:
+                fds = [wire.fileno(), *held]
+                pid = await asyncio.to_thread(jail.start, program, [str(fds[0])], fds, spec.cgroup, netns)
+        finally:
+            os.close(netns)
         Process(pid, jail)
+        if spec.keep:
+            jail.let_live(pid)
+            (spec.directory / NETWORK).write_text(" ".join(map(str, (pid, *held))))
 
     async def _revive(
         self, image: Image, specs: Sequence[Spec], layers: Sequence[LayerImage], number: int
@@ -601,7 +614,12 @@ class Machines:
             raise Unavailable(f"box {spec.id!r} left no machine behind") from None
         if pid not in set(self.processes()):
             raise Unavailable(f"the machine of box {spec.id!r} has ended")
-        hardware = await self._hardware(spec.blueprint, spec.netns is not None)
+        network = spec.directory / NETWORK
+        if network.exists():
+            other, *held = map(int, network.read_text().split())
+            spec.held = _borrow(other, held)
+            spec.netns = spec.held[0] if spec.held else None
+        hardware = await self._hardware(spec.blueprint, network.exists())
         machine = Qemu(hardware, spec.directory, Process(pid))
         await machine.connect()
         base = (await asyncio.to_thread(self._layers, spec))[-1]
@@ -720,7 +738,8 @@ class MachineGuest:
     async def kill(self, reason: str = "killed") -> None:
         """The process is gone when this returns; asking twice is fine."""
         await self.machine.kill(reason)
-        (self.spec.directory / "machine.pid").unlink(missing_ok=True)
+        for name in ("machine.pid", NETWORK):
+            (self.spec.directory / name).unlink(missing_ok=True)
 
     async def changes(self, target: Path) -> None:
         """Write what the box changed into `target`, an empty directory, as the upper layer of an overlay: for a snapshot of files."""
@@ -850,6 +869,21 @@ def _mapped(pid: int) -> int:
             if os.readlink(f"/proc/{pid}/fd/{entry}").startswith("/memfd:ram"):
                 return os.open(f"/proc/{pid}/fd/{entry}", os.O_RDONLY | os.O_CLOEXEC)
     raise Unavailable(f"process {pid} has no memory image")
+
+
+def _borrow(pid: int, numbers: Sequence[int]) -> list[int]:
+    """Copies of another process's fds."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise Unavailable(f"the network of the box, process {pid}, has ended") from None
+    try:
+        found = [int(_libc.syscall(_PIDFD_GETFD, pidfd, number, 0)) for number in numbers]
+    finally:
+        os.close(pidfd)
+    if -1 in found:
+        raise Unavailable(f"process {pid} does not give its fds away")
+    return found
 
 
 async def _introduce(line: socket.socket, name: str) -> None:

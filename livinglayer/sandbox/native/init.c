@@ -154,7 +154,7 @@ static bool limit(const char *name, const char *value) {
     return write_file(path, value) || fail("limit %s", name);
 }
 
-static bool make_root(int layers) {
+static bool make_root(int layers, const char *memory) {
     char lower[LAYERS * 16 + 64] = "lowerdir=", device[16], path[16], options[LAYERS * 16 + 160];
     // The disk's inode tables are zero already: no thread need write them.
     if (!mount_at("/dev/vdb", "/upper", "ext4", MS_NOATIME, "noinit_itable,errors=remount-ro")) return false;
@@ -171,7 +171,8 @@ static bool make_root(int layers) {
     if (!mount_at("sysfs", "/box/sys", "sysfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL)) return false;
     if (!mount_at("devtmpfs", "/box/dev", "devtmpfs", MS_NOSUID, "mode=755")) return false;
     if (!mount_at("devpts", "/box/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620,gid=5")) return false;
-    if (!mount_at("tmpfs", "/box/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")) return false;
+    snprintf(options, sizeof options, "mode=1777,size=%llu", memory ? strtoull(memory, NULL, 10) / 2 : 64ULL << 20);
+    if (!mount_at("tmpfs", "/box/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, options)) return false;
     unlink("/box/dev/ptmx");
     if (symlink("pts/ptmx", "/box/dev/ptmx")) {}
     static const char *const links[][2] = {{"/proc/self/fd", "/box/dev/fd"}, {"fd/0", "/box/dev/stdin"}, {"fd/1", "/box/dev/stdout"}, {"fd/2", "/box/dev/stderr"}};
@@ -299,7 +300,7 @@ static bool obey(char *line, int go) {
     if (!strcmp(verb, "sync")) return sync(), true;
     if (!start && strcmp(verb, "refresh")) return errno = EINVAL, fail("verb %s", verb);
     if (layers < 0 || layers > LAYERS) return errno = EINVAL, fail("layers");
-    if (start && !make_root(layers)) return false;
+    if (start && !make_root(layers, memory)) return false;
     if ((pids && !limit("pids.max", pids)) || (memory && !limit("memory.max", memory))) return false;
     return !start || write(go, "g", 1) == 1 || fail("start");
 }
