@@ -29,6 +29,7 @@ from .blueprint import NAME, Blueprint, Tier
 from .box import Box, environment
 from .cgroups import Cgroup, Cgroups
 from .cgroups import remove as remove_cgroup
+from .changes import Change, of_upper
 from .commands import Command, encode_exec
 from .disk import Disk
 from .driver import Driver, Root, Spec
@@ -653,8 +654,35 @@ class Host:
         """The changes of a box as they are at one moment."""
         if box.state == "ended":
             raise Conflict(f"box {box.id!r} has ended")
+        if box.blueprint.tier in VIRTUAL:
+            return await self._from_guest(box)
         with self._still(box):
             return self.disk.seal(box.spec.root.upper)
+
+    async def _from_guest(self, box: Box) -> Path:
+        """What a machine changed lies in its own filesystem: its guest writes it down for us."""
+        if box.guest is None:
+            raise Conflict(
+                f"box {box.id!r} is {box.state}", hint="resume it: its files are on a disk that only it reads"
+            )
+        target = self.disk.subvolume(self.disk.tmp / f"sealed-{secrets.token_hex(8)}")
+        try:
+            await box.guest.changes(target)  # type: ignore[attr-defined]
+        except BaseException:
+            self.disk.destroy(target)
+            raise
+        return target
+
+    async def changes(self, box: Box) -> list[Change]:
+        """The files a box has changed so far."""
+        if box.blueprint.tier not in VIRTUAL:
+            return await asyncio.to_thread(of_upper, box.spec.root.upper / "u")
+        async with box.lock:
+            target = await self._from_guest(box)
+        try:
+            return await asyncio.to_thread(of_upper, target)
+        finally:
+            self.disk.destroy(target)
 
     @contextlib.contextmanager
     def _still(self, box: Box) -> Any:

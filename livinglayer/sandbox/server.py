@@ -17,12 +17,26 @@ from ..errors import Conflict, Invalid, LayerError, TimedOut, Unavailable
 from .agent import Writing, failure
 from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
-from .changes import of_upper
 from .commands import Command, encode_exec, exec_flags
 from .host import Host
 from .trace import read as read_trace
 from .trace import tail
-from .wire import CALL, DONE, ERROR, EXIT, HEAD, PROGRESS, RESULT, STARTED, STDERR, STDOUT, WINDOW_START, Frames, Kind, text
+from .wire import (
+    CALL,
+    DONE,
+    ERROR,
+    EXIT,
+    HEAD,
+    PROGRESS,
+    RESULT,
+    STARTED,
+    STDERR,
+    STDOUT,
+    WINDOW_START,
+    Frames,
+    Kind,
+    text,
+)
 
 FLOOD = 64 << 20  # bytes that may wait for a client before it is hung up on
 HIGH = 1 << 20  # bytes that may wait for a slow client before its command is held
@@ -821,10 +835,8 @@ async def trace_more(connection: Connection, request: dict[str, Any]) -> dict[st
 
 @verb("changes")
 async def changes(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
-    """The files a box has changed, as its overlay holds them."""
-    host = connection.host
-    box = host.find(request["box"])
-    return [asdict(change) for change in await asyncio.to_thread(of_upper, box.spec.root.upper / "u")]
+    """The files a box has changed."""
+    return [asdict(change) for change in await connection.host.changes(connection.host.find(request["box"]))]
 
 
 @verb("egress")
