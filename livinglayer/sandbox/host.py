@@ -47,6 +47,8 @@ from .zygote import Zygote
 
 IDLE_SECONDS = float(os.environ.get("LAYER_HOST_IDLE", "60"))  # a host that nobody uses ends
 WARM = int(os.environ.get("LAYER_WARM", "2"))  # boxes kept waiting of the shape that was asked for last
+CROWD = 512  # boxes, beyond which a host saves file descriptors rather than microseconds
+CALM, PATIENCE = 0.004, 0.1  # seconds without a request before the pool is filled, and how long to wait for them
 VIRTUAL: tuple[Tier, ...] = ("microvm", "vm")
 
 
@@ -71,6 +73,7 @@ class Host:
         self.started = time.time()
         self.used = time.monotonic()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._dead: dict[str, Box] = {}  # boxes that have ended and still hold something
         self.ended: dict[str, Trace] = {}  # traces of boxes that have ended, written behind
         self._mask: tuple[float, tuple[str, ...]] = (-9.0, ())
         self._free = (0.0, 0)  # when the disk was last looked at, and what was free
@@ -378,6 +381,8 @@ class Host:
     def _live(self, box: Box) -> None:
         assert box.guest is not None
         box.state = "running"
+        if len(self.boxes) > CROWD:
+            box.spec.cgroup.rest()
         if box.name:
             self.names[box.name] = box.id
         ca = self.layers.ca is not None and box.blueprint.tier != "process"
@@ -416,16 +421,12 @@ class Host:
         self._release(box)
 
     def _release(self, box: Box) -> None:
-        """Give everything back."""
+        """The box is no more: its name is free at once, what it held is given back a moment later, when whoever killed it has heard."""
         for timer in box.timers:
             timer.cancel()
         for listener in box.listeners.values():
             listener.close()
         box.listeners.clear()
-        self._drop_resources(box)
-        if not box.keeps_files:
-            self.disk.destroy(box.spec.root.upper)
-        shutil.rmtree(box.spec.directory, ignore_errors=True)
         if box.name:
             self.names.pop(box.name, None)
             box.forget(self.records)
@@ -434,6 +435,18 @@ class Host:
         while len(self.ended) > KEPT:
             self.ended.pop(next(iter(self.ended)))
         self.used = time.monotonic()
+        self._dead[box.id] = box
+        self.loop.call_later(0.0005, self._bury)
+
+    def _bury(self) -> None:
+        """Give back what boxes that have ended held."""
+        while self._dead:
+            box = self._dead.pop(next(iter(self._dead)))
+            self._drop_resources(box)
+            if not box.keeps_files:
+                self.disk.destroy(box.spec.root.upper)
+            if box.spec.directory.exists():
+                shutil.rmtree(box.spec.directory, ignore_errors=True)
 
     def _drop_resources(self, box: Box) -> None:
         """The parts that a suspended box does without."""
@@ -800,7 +813,16 @@ class Host:
                 self.spawn_task(self.kill(box))
         if not self._warming and len(self._warm.setdefault(key, [])) < WARM:
             self._warming = True
-            self.loop.call_later(0.002, lambda: self.spawn_task(self._fill(key, blueprint, layers)))
+            self.loop.call_later(CALM, self._fill_when_calm, key, blueprint, layers, time.monotonic() + PATIENCE)
+
+    def _fill_when_calm(
+        self, key: tuple[str, ...], blueprint: Blueprint, layers: tuple[str, ...], latest: float
+    ) -> None:
+        """The pool is filled when nobody waits for an answer, or when that takes too long."""
+        if time.monotonic() - self.used < CALM and time.monotonic() < latest:
+            self.loop.call_later(CALM, self._fill_when_calm, key, blueprint, layers, latest)
+        else:
+            self.spawn_task(self._fill(key, blueprint, layers))
 
     async def _fill(self, key: tuple[str, ...], blueprint: Blueprint, layers: tuple[str, ...]) -> None:
         try:
@@ -979,7 +1001,8 @@ class Host:
                 elif box.state in ("running", "paused"):
                     await self.suspend(box)
         await asyncio.sleep(0)  # the end of each is told by a callback
-        await asyncio.sleep(0)  # the end of each is told by a callback
+        await asyncio.sleep(0)
+        self._bury()
         self.write_traces()
         for box in self.boxes.values():
             box.trace.flush()
