@@ -26,6 +26,7 @@ PACKAGES = ("linux-image-cloud-amd64", "linux-image-amd64")
 MODULES = ("virtio_mmio", "virtio_pci", "virtio_blk", "virtio_console", "virtio_net", "erofs", "overlay", "ext4")
 INSTALL = "apt-get install qemu-system-x86 erofs-utils e2fsprogs libslirp-dev gcc libc6-dev"
 BLOCK = 4096
+LAYERS_KEPT = 32  # images; a base takes 200 MB
 JOURNAL_FROM = 16 << 20  # bytes of a disk; a smaller one has no room for a journal
 _FLAGS = (0x80086601, 0x40086602)  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
 _NOCOW = 0x00800000
@@ -74,6 +75,7 @@ class Artefacts:
             aside.mkdir()
             # Uncompressed: a guest without KVM would spend more on unpacking than a disk on reading. The fixed id makes it reproducible.
             _run(["mkfs.erofs", "-U", "c1f2b9a4-6a5e-4d0f-9d39-2f5d8c1e7b60", str(aside / "image"), str(find(name))])
+            self._prune("layer-*", LAYERS_KEPT)
             with open(aside / "image", "rb") as image:
                 (aside / "digest").write_text(hashlib.file_digest(image, "sha256").hexdigest())
 
@@ -116,6 +118,13 @@ class Artefacts:
                     build(Path(scratch) / "made")
                     (Path(scratch) / "made").rename(place)
         return place
+
+    def _prune(self, pattern: str, kept: int) -> None:
+        """Remove what was not used for longest; whoever has it open keeps it, and it can be made again."""
+        found = [path for path in self.root.glob(pattern) if path.is_dir()]
+        with contextlib.suppress(FileNotFoundError):
+            for old in sorted(found, key=lambda path: path.stat().st_mtime)[:-kept]:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _kernel(self, aside: Path) -> None:
         if platform.machine() != "x86_64":
