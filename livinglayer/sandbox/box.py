@@ -107,7 +107,7 @@ class Box:
 
     def metrics(self) -> dict[str, Any]:
         """What it uses now."""
-        stats = self.spec.cgroup.stats() if self.spec.cgroup.task_fds else {}
+        stats = {} if self.spec.cgroup.closed else self.spec.cgroup.stats()
         return stats | {
             "commands": len(self.commands),
             "network": dict(self.requests),

@@ -92,16 +92,34 @@ class Cgroup:
 
     def __init__(self, version: Version, directories: dict[str, Path]) -> None:
         self.version, self.directories = version, directories
-        self.task_fds: list[int] = []
-        made = dict.fromkeys(directories.values())
-        for directory in made:
+        self._fds: list[int] = []
+        self.closed = False
+        for directory in dict.fromkeys(directories.values()):
             with contextlib.suppress(FileExistsError):
                 directory.mkdir()
-        name = "cgroup.procs" if version == "v2" else "tasks"  # v1: writing cgroup.procs stalls for milliseconds
-        self.task_fds = [os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC) for directory in made]
+        try:
+            _ = self.task_fds
+        except OSError:
+            self.remove()
+            raise
         self._written: dict[str, str] = {}
         self._places = {controller: f"{path}/" for controller, path in directories.items()}
         self._before: dict[str, int] = {}  # counts of the last box, which v1 can't reset
+
+    @property
+    def task_fds(self) -> list[int]:
+        """Files into which a child writes b"0" to be in it; kept open until `rest`, none once it is closed."""
+        if not self._fds and not self.closed:
+            name = "cgroup.procs" if self.version == "v2" else "tasks"  # v1: writing cgroup.procs stalls for milliseconds
+            for directory in dict.fromkeys(self.directories.values()):
+                self._fds.append(os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC))
+        return self._fds
+
+    def rest(self) -> None:
+        """Close what a box at rest does not need; it is opened again when something is started in it."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
 
     def renew(self) -> bool:
         """Make it as new for another box; False when something of the last one is left in it."""
@@ -243,9 +261,8 @@ class Cgroup:
 
     def close(self) -> None:
         """Close our fds; the cgroup stays."""
-        for fd in self.task_fds:
-            os.close(fd)
-        self.task_fds = []
+        self.rest()
+        self.closed = True
 
     def remove(self) -> bool:
         """Remove it; False while a process is still leaving."""

@@ -49,6 +49,7 @@ IDLE_SECONDS = float(os.environ.get("LAYER_HOST_IDLE", "60"))  # a host that nob
 WARM = int(os.environ.get("LAYER_WARM", "2"))  # boxes kept waiting of the shape that was asked for last
 CROWD = 512  # boxes, beyond which a host saves file descriptors rather than microseconds
 CALM, PATIENCE = 0.004, 0.1  # seconds without a request before the pool is filled, and how long to wait for them
+CROWD = 512  # boxes, beyond which a host saves file descriptors rather than microseconds
 VIRTUAL: tuple[Tier, ...] = ("microvm", "vm")
 
 
@@ -358,15 +359,19 @@ class Host:
             self._free = (time.monotonic(), self.disk.free())
         if self._free[1] < 64 << 20:
             raise LimitExceeded("the host's disk is full", hint="layer box list; kill what is not needed")
-        if upper is not None:
-            self.disk.limit(upper, blueprint.disk)
-        elif upper_from is None:
-            upper = self.disk.create(id, blueprint.disk)
-        else:
-            upper = self.disk.snapshot(upper_from, self.disk.boxes / id)
-            self.disk.limit(upper, blueprint.disk)
-        os.chmod(upper, 0o700)
-        cgroup = self.cgroups.take(blueprint.memory, blueprint.pids, blueprint.cpu)
+        try:
+            if upper is not None:
+                self.disk.limit(upper, blueprint.disk)
+            elif upper_from is None:
+                upper = self.disk.create(id, blueprint.disk)
+            else:
+                upper = self.disk.snapshot(upper_from, self.disk.boxes / id)
+                self.disk.limit(upper, blueprint.disk)
+            os.chmod(upper, 0o700)
+            cgroup = self.cgroups.take(blueprint.memory, blueprint.pids, blueprint.cpu)
+        except BaseException:
+            self.disk.destroy(self.disk.boxes / id)
+            raise
         directory = self.run / "boxes" / id
         spec = Spec(id, blueprint, Root(layers, upper), directory, cgroup, keep=name is not None)
         box = Box(id, blueprint, driver, spec, Trace(self.traces, id), name=name, owner=owner)
@@ -381,6 +386,8 @@ class Host:
     def _live(self, box: Box) -> None:
         assert box.guest is not None
         box.state = "running"
+        if len(self.boxes) > CROWD:
+            box.spec.cgroup.rest()
         if len(self.boxes) > CROWD:
             box.spec.cgroup.rest()
         if box.name:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Invalid, Unavailable
+from ..errors import Invalid, LimitExceeded, Unavailable
 
 MESSAGE = 65536
 REUSED = 64  # networks kept for the next box
@@ -155,7 +155,15 @@ class Gateway:
             if self._waiters and not self._waiters[0].done():
                 self._waiters.pop(0).set_exception(answer.exception() or Unavailable("no network"))
             return
-        netns, tcp, dns, channel = answer.result()[1]
+        fds = answer.result()[1]
+        if len(fds) != 4:  # the kernel drops what finds no room
+            for fd in fds:
+                os.close(fd)
+            if self._waiters and not self._waiters[0].done():
+                full = LimitExceeded("the host has no file descriptors left", hint="raise its limit: ulimit -n")
+                self._waiters.pop(0).set_exception(full)
+            return
+        netns, tcp, dns, channel = fds
         self._spare.append(Network(netns, tcp, dns, channel))
         if self._waiters:
             waiter = self._waiters.pop(0)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ...errors import Invalid, NotFound, Unavailable
+from ...errors import Invalid, LimitExceeded, NotFound, Unavailable
 from ..agent import Agent
 from ..blueprint import Tier
 from ..driver import Capabilities, Guest, Spec
@@ -308,6 +308,8 @@ class NamespaceDriver:
         agent = Agent(ours)
         try:
             pid, base, fds = await answer
+            if not fds:  # the kernel drops what finds no room
+                raise LimitExceeded("the host has no file descriptors left", hint="raise its limit: ulimit -n")
             guest = NamespaceGuest(self, spec, agent, pid, fds[0], base)
             guest._frozen = False
             await agent.ready
