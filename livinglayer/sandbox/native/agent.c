@@ -191,6 +191,11 @@ static int open_path(const char *path, int flags, mode_t mode) {
     if (!rooted) return open(path, flags | O_CLOEXEC, mode);
     struct open_how how = {.flags = flags | O_CLOEXEC, .mode = flags & O_CREAT ? mode : 0,
                            .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS};
+#ifdef WITHOUT_OPENAT2
+    path += strspn(path, "/");
+    how.resolve = 0;
+    if (!*path) path = ".";
+#endif
     return syscall(SYS_openat2, root, path, &how, sizeof how);
 }
 

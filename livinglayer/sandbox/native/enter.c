@@ -282,7 +282,9 @@ int box_enter(const struct box *box, const char **step) {
 #endif
     TRY("chdir /", chdir("/"));
     close(root);
+#ifndef WITHOUT_UTSNS
     TRY("hostname", sethostname(box->name, strlen(box->name)));
+#endif
 
 #ifndef WITHOUT_USERNS
     TRY("user namespace", setns(box->user, CLONE_NEWUSER));
@@ -292,7 +294,9 @@ int box_enter(const struct box *box, const char **step) {
     TRY("gid", syscall(SYS_setresgid, 0, 0, 0));
     TRY("uid", syscall(SYS_setresuid, 0, 0, 0));
     set_limits();
+#ifndef WITHOUT_DEATH_SIGNAL
     TRY("die with the spawner", prctl(PR_SET_PDEATHSIG, SIGKILL)); // after the last change of identity, which clears it
+#endif
 #ifndef WITHOUT_UNDUMPABLE
     TRY("no dump", prctl(PR_SET_DUMPABLE, 0));
 #endif
