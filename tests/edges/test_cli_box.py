@@ -287,12 +287,21 @@ class Terminal:
         text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return text
 
+    def ask(self, text: str, pattern: str) -> str:
+        """Type until the answer comes: a shell that gets its terminal back drops what was typed before."""
+        for _ in range(20):
+            self.type(text)
+            with contextlib.suppress(AssertionError):
+                return self.read_until(pattern, 2)
+        return self.read_until(pattern, 1)
+
     def end(self) -> int:
         deadline = time.monotonic() + 20
         while self.process.poll() is None and time.monotonic() < deadline:
             if select.select([self.master], [], [], 0.05)[0]:
                 with contextlib.suppress(OSError):
                     self.seen += os.read(self.master, 65536).decode("utf-8", "replace")
+        assert self.process.poll() is not None, f"it does not end; seen: {self.seen!r}"
         code = self.process.wait(5)
         assert termios.tcgetattr(self.slave) == self.before, "the terminal is not as it was"
         os.close(self.master)
@@ -307,14 +316,12 @@ def test_a_shell_is_a_terminal(box: str, run: Run) -> None:
     assert "30 100" in at.read_until("is-a-2-tty\r\n") + at.read_until("xterm\r\n")
     at.resize(40, 120)
     at.process.send_signal(signal.SIGWINCH)
-    time.sleep(0.3)
-    at.type("stty size\r")
-    at.read_until("40 120")
-    at.type("sleep 100\r")
-    time.sleep(0.5)
-    at.type("\x03")  # Ctrl-C belongs to the box: the sleep ends, the shell stays
-    at.type("echo still-$((40+2))\r")
-    at.read_until("still-42")
+    at.ask("stty size\r", "40 120")
+    at.type("echo asleep-$((40+2)); sleep 100\r")
+    at.read_until("asleep-42")
+    at.ask("\x03", r"[$#] ")  # Ctrl-C belongs to the box: the sleep ends, the shell stays
+    at.ask("echo still-$((40+2))\r", "still-42")
+    at.read_until(r"[$#] ")
     at.type("exit 5\r")
     assert at.end() == 5
 

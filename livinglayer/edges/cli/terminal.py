@@ -21,6 +21,7 @@ from livinglayer.errors import LayerError
 from livinglayer.sandbox.sandbox import AsyncProcess, AsyncSandbox, Result
 
 CUT = 32768  # bytes read of the input at once
+GRACE = 2.0  # seconds to clean up when we were told to end
 
 
 class Shown:
@@ -114,10 +115,12 @@ class Joined:
         self._later(self._process.resize, *window())
 
     def _interrupt(self, number: int) -> None:
-        """The first one is passed on, so that the command can clean up; the second ends it."""
+        """The first one is passed on, so that the command can clean up; the second ends it, and so does time unless it was Ctrl-C."""
         self._interrupts += 1
         if self._interrupts == 1:
             self._later(self._process.signal, number)
+            if number != signal.SIGINT:
+                self._loop.call_later(GRACE, self._later, self._process.kill)
         else:
             self._later(self._process.kill)
 
