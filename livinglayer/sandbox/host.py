@@ -49,7 +49,6 @@ IDLE_SECONDS = float(os.environ.get("LAYER_HOST_IDLE", "60"))  # a host that nob
 WARM = int(os.environ.get("LAYER_WARM", "2"))  # boxes kept waiting of the shape that was asked for last
 CROWD = 512  # boxes, beyond which a host saves file descriptors rather than microseconds
 CALM, PATIENCE = 0.004, 0.1  # seconds without a request before the pool is filled, and how long to wait for them
-CROWD = 512  # boxes, beyond which a host saves file descriptors rather than microseconds
 VIRTUAL: tuple[Tier, ...] = ("microvm", "vm")
 
 
@@ -386,8 +385,6 @@ class Host:
     def _live(self, box: Box) -> None:
         assert box.guest is not None
         box.state = "running"
-        if len(self.boxes) > CROWD:
-            box.spec.cgroup.rest()
         if len(self.boxes) > CROWD:
             box.spec.cgroup.rest()
         if box.name:
