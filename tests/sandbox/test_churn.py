@@ -195,7 +195,9 @@ def crowd(own: Home, size: int) -> dict[str, float]:
 
 def twice(own: Home, size: int) -> dict[str, float]:
     """A crowd leaves the pools that a second one is served from; the second leaves nothing more."""
-    fill_pools(own)
+    Sandbox.create().kill()
+    own.hang_up()
+    settle(own)
     figures = crowd(own, size)
     assert figures["KB each (MemAvailable)"] <= 2048
     settle(own)
