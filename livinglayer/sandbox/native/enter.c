@@ -277,9 +277,7 @@ int box_enter(const struct box *box, const char **step) {
     TRY("shm", mount_at("tmpfs", (const char *[]){"size", bytes, "mode", "1777", "nr_inodes", "65536", NULL}, hard & ~MOUNT_ATTR_NOEXEC, "dev/shm"));
     for (int i = 0; i < box->mount_count; i++) TRY(box->mounts[i].path, make_directories(box, box->mounts[i].path));
     for (int i = 0; i < box->mount_count; i++) TRY(box->mounts[i].path, attach(box->mounts[i].fd, box->mounts[i].path, false));
-#ifndef WITHOUT_CHROOT
     TRY("chroot", chroot("."));
-#endif
     TRY("chdir /", chdir("/"));
     close(root);
 #ifndef WITHOUT_UTSNS
