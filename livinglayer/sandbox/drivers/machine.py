@@ -536,6 +536,7 @@ class Machines:
             await machine.qmp.run("cont")
             await spare.agent.set_clock(time.time_ns(), spec.id[:63])
         except BaseException:
+            spare.agent.close()
             await machine.kill()
             raise
         finally:
@@ -563,13 +564,12 @@ class Machines:
         try:
             with wire:
                 fds = [wire.fileno(), *held]
-                pid = await asyncio.to_thread(jail.start, program, [str(fds[0])], fds, spec.cgroup, netns)
+                process = await Process.start(jail, program, [str(fds[0])], fds, spec.cgroup, netns)
         finally:
             os.close(netns)
-        Process(pid, jail)
         if spec.keep:
-            jail.let_live(pid)
-            (spec.directory / NETWORK).write_text(" ".join(map(str, (pid, *held))))
+            jail.let_live(process.pid)
+            (spec.directory / NETWORK).write_text(" ".join(map(str, (process.pid, *held))))
 
     async def _revive(
         self, image: Image, specs: Sequence[Spec], layers: Sequence[LayerImage], number: int
@@ -639,6 +639,7 @@ class Machines:
 
     async def _wait(self, key: str, image: Image, layers: Sequence[LayerImage]) -> "Spare":
         machine = await self._spawn(image, None)
+        agent: Agent | None = None
         try:
             assert image.disk is not None and image.state is not None
             disk = memory.blank(0, "disk")
@@ -652,6 +653,8 @@ class Machines:
             await asyncio.wait_for(_try(agent, ["/bin/sh", "-c", ":"]), ANSWER_SECONDS)
             await machine.qmp.run("stop")
         except BaseException:
+            if agent is not None:
+                agent.close()
             await machine.kill()
             raise
         return Spare(key, machine, agent, image, disk)

@@ -152,7 +152,18 @@ class Process:
             self._fd = os.pidfd_open(pid)
         except ProcessLookupError:
             raise Unavailable(f"process {pid} is gone") from None
+        forget(self._fd)
         asyncio.get_running_loop().add_reader(self._fd, self._gone)
+
+    @classmethod
+    async def start(cls, jail: Jail, program: Path, arguments: Sequence[str], fds: Sequence[int], cgroup: Cgroup | None = None, netns: int | None = None, stderr: int = subprocess.DEVNULL) -> "Process":  # fmt: skip
+        """Start `program` in the jail; when whoever waits is cancelled meanwhile, it is ended."""
+        starting = asyncio.ensure_future(asyncio.to_thread(jail.start, program, arguments, fds, cgroup, netns, stderr))
+        try:
+            return cls(await asyncio.shield(starting), jail)
+        except asyncio.CancelledError:
+            await cls(await starting, jail).kill()
+            raise
 
     def _gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self._fd)
@@ -272,15 +283,9 @@ class Qemu:
             os.ftruncate(log, 16384)
             fcntl.fcntl(log, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # what goes wrong in QEMU can't fill a disk
             binary = Path(shutil.which(BINARY) or BINARY)
-            pid = await asyncio.to_thread(
-                jail.start,
-                binary,
-                [*arguments, *started, *([] if boot else ["-incoming", "defer"])],
-                fds,
-                cgroup,
-                stderr=log,
-            )
-            qemu = cls(hardware, directory, Process(pid, jail), wire, log)
+            waits = [] if boot else ["-incoming", "defer"]
+            process = await Process.start(jail, binary, [*arguments, *started, *waits], fds, cgroup, stderr=log)
+            qemu = cls(hardware, directory, process, wire, log)
         try:
             await qemu.connect()
         except BaseException:
@@ -301,6 +306,7 @@ class Qemu:
 
     async def _connect(self, port: str) -> socket.socket:
         connection = Line(socket.AF_UNIX, socket.SOCK_STREAM)
+        forget(connection.fileno())
         with at(self.directory / port) as address:
             connection.connect(address)
         return connection
@@ -419,7 +425,8 @@ class Qemu:
             return
         self._closed = True
         for connection in (*getattr(self, "_sockets", {}).values(), self.wire):
-            if connection is not None:
+            if connection is not None and connection.fileno() >= 0:
+                forget(connection.fileno())
                 connection.close()
         if self._log is not None:
             os.close(self._log)
@@ -484,6 +491,13 @@ def _arguments(
         ]
         out[-1] += "" if bus == "device" else ",romfile="
     return out
+
+
+def forget(fd: int) -> None:
+    """Have the loop forget what it knows of an fd: one closed while it was watched would hide the next that has its number."""
+    loop = asyncio.get_running_loop()
+    loop.remove_reader(fd)
+    loop.remove_writer(fd)
 
 
 @contextlib.contextmanager
