@@ -1269,8 +1269,11 @@ def proxy_bypass():
 def egress_by_name():
     # decoy.test is what a rule would allow; without the rule nothing may answer
     with socket.create_connection(("decoy.test", WORLD["tcp"]), timeout=2) as sock:
-        sock.sendall(b"GET / HTTP/1.1\r\nHost: decoy.test\r\nConnection: close\r\n\r\n")
-        return canary(sock.recv(4096))
+        sock.sendall(f"GET / HTTP/1.1\r\nHost: decoy.test:{WORLD['tcp']}\r\nConnection: close\r\n\r\n".encode())
+        answer = b""
+        while data := sock.recv(4096):
+            answer += data
+        return canary(answer)
 
 
 @attack("network.channel_of_the_host", "reach")
