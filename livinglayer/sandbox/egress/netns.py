@@ -13,6 +13,7 @@ import struct
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from livinglayer.errors import LayerError, Unavailable
 
@@ -144,26 +145,79 @@ def make(nft: ctypes.CDLL | None = None) -> Network:
         os.close(home)
 
 
+class Maker:
+    """A process that makes networks. libnftables aborts whoever has a thousand files open (it uses select), as a gateway of many boxes has;
+    this one never has more than a few, nor any secret: it is forked before the first comes."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if not self._pid:
+            _serve(theirs.detach())
+        theirs.close()
+
+    def make(self) -> Network:
+        """A new network; Unavailable says why there is none."""
+        try:
+            self._socket.send(b"?")
+            said, fds, _, _ = socket.recv_fds(self._socket, 4096, 4, socket.MSG_CMSG_CLOEXEC)
+        except OSError:
+            said, fds = b"", []
+        if len(fds) == 4:
+            return Network(*fds)
+        for fd in fds:
+            os.close(fd)
+        if not said:
+            os._exit(70)  # without it the gateway is of little use: the host starts both again
+        message, _, hint = said.decode().partition("\n")
+        raise Unavailable(message or "no file descriptors are left", hint=hint or None)
+
+    def close(self) -> None:
+        self._socket.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def _serve(fd: int) -> NoReturn:
+    """Make a network whenever one is asked for, until the gateway is gone."""
+    try:
+        os.dup2(fd, 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        with socket.socket(fileno=3) as asked:
+            nft = None
+            while asked.recv(16):
+                try:
+                    nft = nft or _nftables()
+                    network = make(nft)
+                except LayerError as error:
+                    asked.send(f"{error.message}\n{error.hint or ''}".encode())
+                    continue
+                try:
+                    socket.send_fds(asked, [b"\n"], network.fds)
+                finally:
+                    network.close()
+    except OSError:
+        pass
+    finally:
+        os._exit(0)
+
+
 class Pool:
-    """Networks made ahead by a thread of their own, so that taking one costs nothing."""
+    """Networks made ahead, so that taking one costs nothing."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.ready: deque[Network] = deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="netns")
-        self._nft: ctypes.CDLL | None = None
+        self._maker = Maker()
         self._filling: asyncio.Task[None] | None = None
-
-    def _make(self) -> Network:
-        self._nft = self._nft or _nftables()
-        return make(self._nft)
 
     async def take(self) -> Network:
         """A network from the pool, or a new one when it is empty; Unavailable when none can be made here."""
         try:
             if self.ready:
                 return self.ready.popleft()
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._make)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._maker.make)
         finally:
             self.fill()
 
@@ -177,8 +231,10 @@ class Pool:
         with contextlib.suppress(LayerError):  # said to whoever takes one
             while len(self.ready) < self.size:
                 await asyncio.sleep(_PAUSE)
-                self.ready.append(await loop.run_in_executor(self._thread, self._make))
+                self.ready.append(await loop.run_in_executor(self._thread, self._maker.make))
 
     def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._maker.close()
         while self.ready:
             self.ready.popleft().close()
