@@ -51,9 +51,15 @@ def build(layers: Layers, progress: Callable[[str], None]) -> dict[str, Any]:
                         str(aside),
                     ]
                 )
+                try:
+                    _check_whole(aside, str(archive))
+                except Unavailable:
+                    archive.unlink()  # the next one builds it anew
+                    raise
             else:
                 _bootstrap(aside, codename, progress)
                 _strip(aside)
+                _check_whole(aside, "what was built")
                 progress("keeping it for the next time")
                 _run(
                     [
@@ -69,6 +75,7 @@ def build(layers: Layers, progress: Callable[[str], None]) -> dict[str, Any]:
                         ".",
                     ]
                 )
+                _check_whole(aside, "what was built")  # still: its disk may be cleared under us when the host ends
                 os.chmod(f"{archive}.new", 0o600)
                 os.rename(f"{archive}.new", archive)
         image = {
@@ -79,6 +86,13 @@ def build(layers: Layers, progress: Callable[[str], None]) -> dict[str, Any]:
         layers.disk.destroy(aside)
     layers.store.write_ref("image", "debian", image)
     return image
+
+
+def _check_whole(tree: Path, what: str) -> None:
+    """A base that lacks what every Debian has is no base."""
+    for name in ("etc/debian_version", "usr/bin/dpkg", "usr/bin/dash", "usr/bin/python3", "var/lib/dpkg/status"):
+        if not os.path.lexists(tree / name):
+            raise Unavailable(f"{what} is not a whole Debian: /{name} is missing", hint="try again: it is built anew")
 
 
 def _bootstrap(target: Path, codename: str, progress: Callable[[str], None]) -> None:

@@ -83,6 +83,7 @@ class Host:
         self._drivers: dict[str, Driver] = {}
         self._works: set[str] = set()  # tiers that were tried and work
         self.stopping = asyncio.Event()
+        self.busy = 0  # requests under way
         self.root = os.geteuid() == 0
 
     async def open(self) -> None:
@@ -616,7 +617,7 @@ class Host:
                 self.write_traces()
             if count % 300 == 0:
                 prune(self.traces, set(self.boxes))
-            if self.boxes and any(box.name or box.owner for box in self.boxes.values()):
+            if self.busy or any(box.name or box.owner for box in self.boxes.values()):
                 self.used = time.monotonic()
             if IDLE_SECONDS and time.monotonic() - self.used > IDLE_SECONDS:
                 self.stopping.set()

@@ -194,6 +194,7 @@ class Connection(asyncio.Protocol):
             self.error(Invalid(f"the request {verb!r} is not well formed: {error!r}"))
 
     async def _run(self, handler: "Handler", request: dict[str, Any]) -> None:
+        self.host.busy += 1
         try:
             value = await handler(self, request)
             if value is not STREAMS:
@@ -218,6 +219,7 @@ class Connection(asyncio.Protocol):
             traceback.print_exc()
             self.error(Unavailable(f"the host failed: {error!r}"))
         finally:
+            self.host.busy -= 1
             self._task = None
 
     async def box(self, request: dict[str, Any]) -> Box:

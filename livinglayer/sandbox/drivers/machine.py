@@ -615,7 +615,7 @@ class Machines:
         if pid not in set(self.processes()):
             raise Unavailable(f"the machine of box {spec.id!r} has ended")
         network = spec.directory / NETWORK
-        if network.exists():
+        if network.exists() and not spec.held:  # the host has them, unless nobody kept them for it
             other, *held = map(int, network.read_text().split())
             spec.held = _borrow(other, held)
             spec.netns = spec.held[0] if spec.held else None

@@ -67,8 +67,8 @@ class Spawner:
                             Unavailable("the spawner has died", hint="the host starts anew; try again")
                         )
                 self._answers.clear()
-                for gone in list(self.on_exit.values()):
-                    gone(9)  # its boxes die with it, and nobody is left to say so
+                for exited in list(self.on_exit.values()):
+                    exited(9)  # its boxes die with it, and nobody is left to say so
                 self.on_exit.clear()
                 return self.on_death()
             fds = [fd for _, _, raw in ancillary for fd in struct.unpack(f"{len(raw) // 4}i", raw[: len(raw) // 4 * 4])]

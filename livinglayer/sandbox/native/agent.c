@@ -1057,7 +1057,9 @@ static void ready(int fd, uint32_t events) {
                 send_done(id, 0, "");
                 return;
             }
-            close_output(talk, &talk->out);
+            // A terminal that nobody has open now: to close it would hang up on a command that still goes on.
+            if (talk->in == talk->out && !talk->exited && !talk->drain) talk->muted_out = true;
+            else close_output(talk, &talk->out);
         }
     } else if (events & (EPOLLIN | EPOLLHUP | EPOLLERR) && fd == talk->err) {
         if (!pump(talk, fd, STDERR)) close_output(talk, &talk->err);
