@@ -488,7 +488,7 @@ def tell_end(result: Any) -> None:
         print("hint: layer box create --memory SIZE", file=sys.stderr)
 
 
-SHELL = "if command -v bash >/dev/null; then PS1='\\u@\\h:\\w\\$ ' exec bash; else exec sh -i; fi"
+SHELL = r"""if command -v bash >/dev/null; then PS1='\u@'"$0"':\w\$ ' exec bash; else exec sh -i; fi"""
 
 
 @command("box shell", USER, CWD, ENV, BOX, opens=False, place="host")
@@ -500,7 +500,9 @@ def shell(args: Namespace, out: Printer) -> int:
         raise Invalid("a shell needs a terminal", hint=f"layer box exec {args.box} -- sh, with commands on its input")
     given = {"TERM": os.environ.get("TERM", "xterm-256color")} | environment(args.env)
     result = asyncio.run(
-        terminal.execute(args.box, SHELL, pty=True, stdin=True, cwd=args.cwd, env=given, user=args.user)
+        terminal.execute(
+            args.box, ["/bin/sh", "-c", SHELL, args.box], pty=True, stdin=True, cwd=args.cwd, env=given, user=args.user
+        )
     )
     return terminal.exit_code(result)
 
