@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,15 +33,15 @@ class Home(Host):
     @property
     def gateway(self) -> int:
         """The gateway that runs now."""
-        return wait_for(lambda: self._child(b"livinglayer.sandbox.egress"))
+        return wait_for(lambda: self._child(b"livinglayer.sandbox.egress", children(self.pid)))
 
     @property
     def zygote(self) -> int:
         """The zygote, 0 before its first use."""
         return self._child(b"python3\0\0")
 
-    def _child(self, word: bytes) -> int:
-        return next((pid for pid in descendants(self.pid) if word in read_bytes(f"/proc/{pid}/cmdline")), 0)
+    def _child(self, word: bytes, among: Collection[int] | None = None) -> int:
+        return next((pid for pid in among or descendants(self.pid) if word in read_bytes(f"/proc/{pid}/cmdline")), 0)
 
     @property
     def servants(self) -> dict[str, int]:

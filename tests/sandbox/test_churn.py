@@ -7,6 +7,7 @@ import random
 import signal
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from sandbox.homes import Home, home, list_directory, read
+from sandbox.registries import Answer, Server
 
 from livinglayer.sandbox import Sandbox
 
@@ -217,3 +219,33 @@ def test_a_hundred_idle_boxes_cost_little(own: Home) -> None:
 def test_two_thousand_idle_boxes_cost_little(own: Home) -> None:
     figures = twice(own, 2000)
     assert figures["last (ms)"] <= 2 * figures["first (ms)"], figures
+
+
+def test_a_gateway_with_a_thousand_files_open_makes_networks() -> None:
+    """libnftables aborts a process whose files are numbered beyond 1024."""
+    code = """
+import os
+from livinglayer.sandbox.egress.netns import Maker
+maker = Maker()
+many = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+network = maker.make()
+assert min(network.fds) > 1024 and len(set(network.fds)) == 4
+network.close()
+maker.close()
+print("made")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "made\n", done.stderr
+
+
+@pytest.mark.torture
+def test_six_hundred_boxes_with_rules_are_served(own: Home) -> None:
+    with Server(lambda asked: Answer(b"served")) as server:
+        rule = {"host": "good.test", "protocol": "http", "resolve": f"127.0.0.1:{server.port}", "private": True}
+        gateway = own.gateway
+        boxes = [Sandbox.create(egress=[rule]) for _ in range(600)]
+        for box in boxes[::50]:
+            assert box.run(["curl", "-fsS", "-m", "5", "http://good.test/"]).stdout == "served"
+        assert own.gateway == gateway  # the one that began
+        for box in boxes:
+            box.kill()
