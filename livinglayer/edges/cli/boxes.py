@@ -488,7 +488,8 @@ def tell_end(result: Any) -> None:
         print("hint: layer box create --memory SIZE", file=sys.stderr)
 
 
-SHELL = r"""if command -v bash >/dev/null; then PS1='\u@'"$0"':\w\$ ' exec bash; else exec sh -i; fi"""
+# The prompt is set once more after the box's own files have set theirs: a person knows a box by its name.
+SHELL = r"""if command -v bash >/dev/null; then PROMPT_COMMAND="PS1='\u@$0:\w\\$ '; unset PROMPT_COMMAND" exec bash; else exec sh -i; fi"""
 
 
 @command("box shell", USER, CWD, ENV, BOX, opens=False, place="host")
