@@ -37,7 +37,7 @@ from .drivers.namespace import NamespaceDriver, NamespaceGuest, Spawner
 from .drivers.process import ProcessDriver
 from .egress.tls import Authority
 from .images import Image, Images, Ran
-from .layers import Layers
+from .layers import Layers, chain_of
 from .networks import Event, Gateway, Network
 from .snapshots import Snapshots
 from .store import Collected
@@ -200,7 +200,9 @@ class Host:
             if name is not None:
                 self.names[name] = ""  # taken from now on
             try:
-                box = await self._start(blueprint, driver, layers, name=name, owner=owner)
+                box = (snapshot and await self._restore(blueprint, snapshot, name, owner)) or await self._start(
+                    blueprint, driver, layers, name=name, owner=owner
+                )
             except BaseException:
                 if name is not None:
                     self.names.pop(name, None)
@@ -329,6 +331,12 @@ class Host:
         box = self._prepare(blueprint, driver, layers, name, owner, upper_from, upper)
         try:
             await self._connect(box)
+            if (
+                resume_from and (resume_from / "disk.img").exists()
+            ):  # a machine's own disk, of the same moment as its memory
+                from .drivers.machine import copy_disk
+
+                await asyncio.to_thread(copy_disk, resume_from / "disk.img", box.spec.root.upper / "disk.img")
             box.guest = await (driver.resume(box.spec, resume_from) if resume_from else driver.start(box.spec))
         except BaseException:
             box.state = "ended"
@@ -654,19 +662,58 @@ class Host:
 
     # ---- snapshots and forks ----
 
-    async def snapshot(self, box: Box) -> dict[str, Any]:
-        """Keep the files of a box by content; it stands still for milliseconds only."""
+    async def snapshot(self, box: Box, memory: bool = False) -> dict[str, Any]:
+        """Keep the files of a box by content, and its memory where it is asked for and the tier can; it stands still for milliseconds."""
+        layers, kept, labels = box.spec.root.layers, None, {}
         async with box.lock:
+            if memory:
+                keep = getattr(box.guest, "keep", None)
+                if keep is None:
+                    raise Invalid(
+                        f"tier {box.blueprint.tier!r} can't keep memory in a snapshot",
+                        hint="without memory=True its files are kept; tiers microvm and vm keep both",
+                    )
+                kept = self.disk.tmp / f"memory-{secrets.token_hex(8)}"
+                kept.mkdir(mode=0o700)
+                await keep(kept)
+                shape = {key: getattr(box.blueprint, key) for key in ("memory", "pids", "cpu", "disk")}
+                labels = {"layers": json.dumps(chain_of(layers)), "shape": json.dumps(shape)}
             sealed = await self._seal(box)
         try:
             taken = await asyncio.to_thread(
-                self.snapshots.snapshot, sealed, box.spec.root.layers, tier=box.blueprint.tier, parent=box.snapshot
+                self.snapshots.snapshot,
+                sealed,
+                layers,
+                tier=box.blueprint.tier,
+                parent=box.snapshot,
+                memory=kept,
+                labels=labels,
             )
         except BaseException:
             self.disk.destroy(sealed)
             raise
-        box.trace.add("snapshot", snapshot=taken.id)
-        return {"id": taken.id, "size": taken.size, "created": taken.created, "parent": taken.parent, "memory": False}
+        finally:
+            if kept:
+                shutil.rmtree(kept, ignore_errors=True)
+        box.trace.add("snapshot", snapshot=taken.id, memory=memory)
+        return {"id": taken.id, "size": taken.size, "created": taken.created, "parent": taken.parent, "memory": memory}
+
+    async def _restore(self, blueprint: Blueprint, id: str, name: str | None, owner: str | None) -> Box | None:
+        """A box with the memory that a snapshot holds; None when it holds none for this tier."""
+        found = await asyncio.to_thread(self.snapshots.get, id)
+        labels = dict(found.labels)
+        if not found.memory or found.tier != blueprint.tier or "layers" not in labels:
+            return None
+        blueprint = blueprint.changed(**json.loads(labels["shape"]))
+        layers = await asyncio.to_thread(self.layers.expand, json.loads(labels["layers"]))
+        kept = self.disk.tmp / f"memory-{secrets.token_hex(8)}"
+        kept.mkdir(mode=0o700)
+        try:
+            await asyncio.to_thread(self.snapshots.load_memory, id, kept)
+            driver = await self.driver(blueprint.tier)
+            return await self._start(blueprint, driver, layers, name=name, owner=owner, resume_from=kept)
+        finally:
+            shutil.rmtree(kept, ignore_errors=True)
 
     async def _seal(self, box: Box) -> Path:
         """The changes of a box as they are at one moment."""

@@ -561,9 +561,9 @@ class AsyncSandbox:
         """Let go of its memory: kept on disk where the tier can ({"memory": True}), else its processes end and its files stay."""
         return await self._do("suspend")
 
-    async def snapshot(self) -> Snapshot:
-        """Keep what it holds, by content."""
-        return Snapshot(**await self._do("snapshot"))
+    async def snapshot(self, *, memory: bool = False) -> Snapshot:
+        """Keep what it holds, by content: its files, and with `memory` its processes too (tiers microvm and vm)."""
+        return Snapshot(**await self._do("snapshot", memory=memory))
 
     async def fork(self, count: int = 1, *, names: Sequence[str] = ()) -> "List[AsyncSandbox]":
         """`count` boxes that begin where this one is; it goes on. Named ones stay, others end with this process."""

@@ -787,7 +787,7 @@ async def suspend(connection: Connection, request: dict[str, Any]) -> dict[str, 
 
 @verb("snapshot")
 async def snapshot(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
-    return await connection.host.snapshot(connection.host.find(request["box"]))
+    return await connection.host.snapshot(connection.host.find(request["box"]), bool(request.get("memory")))
 
 
 @verb("fork")

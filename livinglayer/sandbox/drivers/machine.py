@@ -180,7 +180,7 @@ class Machines:
         first = specs[0].root.upper / DISK
         async with guest.captured(first) as image:
             for other in specs[1:]:
-                await asyncio.to_thread(_copy_disk, first, other.root.upper / DISK)
+                await asyncio.to_thread(copy_disk, first, other.root.upper / DISK)
             return [*await self._revive(image, specs, layers, guest.agent._number)]
 
     def adopt(self, spec: Spec) -> "asyncio.Task[MachineGuest]":
@@ -504,7 +504,7 @@ class Machines:
                 await asyncio.to_thread(new_disk, disk, image.disk)
             else:
                 empty = await asyncio.to_thread(self.artefacts.disk, spec.blueprint.disk)
-                await asyncio.to_thread(_copy_disk, empty, disk)
+                await asyncio.to_thread(copy_disk, empty, disk)
         machine = await self._spawn(image, spec)
         try:
             await self._connect(machine, spec)
@@ -724,19 +724,28 @@ class MachineGuest:
         layers = await asyncio.to_thread(self.driver._layers, self.spec)
         await self._going(self.machine.tell("sync", 120))  # memory may be thrown away and the files kept
         async with self.captured(None, goes_on=False) as image:
-            assert image.state is not None
-            await asyncio.to_thread(memory.save, image.memory, directory / "ram")
-            await asyncio.to_thread(memory.save, image.state, directory / "state")
-            kept = _plain(self.machine.hardware) | {
-                "qemu": qemu.version(),
-                "layers": [layer.digest for layer in layers],
-                "number": self.agent._number,
-            }
-            (directory / "machine.json").write_text(json.dumps(kept))
+            await self._write_down(image, layers, directory)
             self._suspended = True
             await self.kill("suspended")
             # after our caller has taken note: nobody should think that it died
             asyncio.get_running_loop().call_soon(self.ended.set_result, "suspended")
+
+    async def keep(self, directory: Path) -> None:
+        """Memory, devices and disk into `directory`, all of one moment; the machine goes on."""
+        layers = await asyncio.to_thread(self.driver._layers, self.spec)
+        async with self.captured(directory / DISK) as image:
+            await self._write_down(image, layers, directory)
+
+    async def _write_down(self, image: Image, layers: Sequence[LayerImage], directory: Path) -> None:
+        assert image.state is not None
+        await asyncio.to_thread(memory.save, image.memory, directory / "ram")
+        await asyncio.to_thread(memory.save, image.state, directory / "state")
+        kept = _plain(self.machine.hardware) | {
+            "qemu": qemu.version(),
+            "layers": [layer.digest for layer in layers],
+            "number": self.agent._number,
+        }
+        (directory / "machine.json").write_text(json.dumps(kept))
 
     async def kill(self, reason: str = "killed") -> None:
         """The process is gone when this returns; asking twice is fine."""
@@ -781,7 +790,7 @@ class MachineGuest:
                     await machine.save(state)
                     await asyncio.to_thread(memory.capture, self.pid, begun.memory, ram)
                     if disk is not None:
-                        await asyncio.to_thread(_copy_disk, self.spec.root.upper / DISK, disk)
+                        await asyncio.to_thread(copy_disk, self.spec.root.upper / DISK, disk)
                 finally:
                     if goes_on and not self.paused and not self.ended.done():
                         await machine.qmp.run("cont")
@@ -842,7 +851,7 @@ def _plain(hardware: Hardware) -> dict[str, object]:
     }
 
 
-def _copy_disk(source: Path, target: Path) -> None:
+def copy_disk(source: Path, target: Path) -> None:
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         new_disk(target, fd)
