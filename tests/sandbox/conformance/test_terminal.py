@@ -56,7 +56,8 @@ def test_job_control(box: Any) -> None:
     until(shell, b"up\r\n")
     shell.write(b"\x1a")
     until(shell, b"Stopped")
-    shell.write(b"kill %1; exit\n")
+    shell.write(b"kill -9 %1; sleep 0.1; jobs\n")
+    until(shell, b"Killed")
     shell.write(b"exit 2\n")
     assert shell.wait().exit_code == 2
 
