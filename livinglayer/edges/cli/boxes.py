@@ -908,7 +908,9 @@ def stop_host(state: Path, out: Printer) -> int:
     with telling("Stopping the host"):
         while (state / "run" / "host.sock").exists() and Path("/proc", str(pid)).exists():
             time.sleep(0.02)
-    out.say(f"Stopped the host of {state}; named boxes stay, and the next command starts it again")
+    out.say(
+        f"Stopped the host of {state}; named boxes stay (all but those at tier namespace suspended), and the next command starts it again"
+    )
     out.data({"stopped": pid})
     return 0
 
