@@ -28,7 +28,11 @@ HERE = Path(__file__).parent
 MARK = "# Benchmark of boxes"
 HEAD = ["operation", "peer", "ours", "figure", "bar", "met"]
 SHAPE: dict[str, Any] = {"memory": "256M", "pids": 64, "cpu": 1.0}
-CONTROLLERS = {"memory": ("memory.limit_in_bytes", "268435456"), "pids": ("pids.max", "64"), "cpu": ("cpu.cfs_quota_us", "100000")}
+CONTROLLERS = {
+    "memory": ("memory.limit_in_bytes", "268435456"),
+    "pids": ("pids.max", "64"),
+    "cpu": ("cpu.cfs_quota_us", "100000"),
+}
 BWRAP = (
     "bwrap --unshare-all --die-with-parent --new-session --clearenv --setenv PATH /usr/bin:/bin --ro-bind /usr /usr --symlink usr/lib /lib "
     "--symlink usr/lib64 /lib64 --symlink usr/bin /bin --proc /proc --dev /dev --tmpfs /tmp --cap-drop ALL"
@@ -85,7 +89,14 @@ class Limits:
 
 
 def run(command: list[str], enter: Callable[[], None] | None = None) -> None:
-    subprocess.run(command, preexec_fn=enter, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: PLW1509
+    subprocess.run(
+        command,
+        preexec_fn=enter,
+        check=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # noqa: PLW1509
 
 
 LIMITS = Limits()
@@ -115,7 +126,11 @@ class Bundle:
         spec = json.loads((home / "config.json").read_text())
         spec["process"] |= {"terminal": False, "args": ["true"]}
         spec["root"]["readonly"] = True
-        spec["linux"]["resources"] = {"memory": {"limit": 256 << 20}, "pids": {"limit": 64}, "cpu": {"quota": 100000, "period": 100000}}
+        spec["linux"]["resources"] = {
+            "memory": {"limit": 256 << 20},
+            "pids": {"limit": 64},
+            "cpu": {"quota": 100000, "period": 100000},
+        }
         (home / "config.json").write_text(json.dumps(spec))
 
     def run(self, runtime: list[str]) -> None:
@@ -185,8 +200,17 @@ class Bench:
     def ratio(ours: list[float], peer: list[float]) -> float:
         return statistics.median(a / b for a, b in zip(ours, peer, strict=True))
 
-    def against(self, label: str, times: dict[str, list[float]], ours: str, peer: str, low: float | None = None) -> Line:
-        return Line(label, self.ratio(times[ours], times[peer]), "×", low=low, plain=statistics.median(times[peer]), ours=statistics.median(times[ours]))
+    def against(
+        self, label: str, times: dict[str, list[float]], ours: str, peer: str, low: float | None = None
+    ) -> Line:
+        return Line(
+            label,
+            self.ratio(times[ours], times[peer]),
+            "×",
+            low=low,
+            plain=statistics.median(times[peer]),
+            ours=statistics.median(times[ours]),
+        )
 
     # ---- the parts ----
 
@@ -233,7 +257,13 @@ class Bench:
         return [
             self.against("true, cold, against bwrap with the same limits", times, "cold", "bwrap", 0.6),
             self.against("true, a box that waits in the pool, against bwrap", times, "warm", "bwrap", 0.25),
-            self.against("Python's first statement through the zygote, against bwrap python3 -c pass", times, "first", "bwrap python", 0.3),
+            self.against(
+                "Python's first statement through the zygote, against bwrap python3 -c pass",
+                times,
+                "first",
+                "bwrap python",
+                0.3,
+            ),
             self.against("true in a box that is there, against plain fork and exec", times, "again", "plain"),
             self.against("bwrap itself, against plain fork and exec", times, "bwrap", "plain"),
         ]
@@ -246,7 +276,14 @@ class Bench:
             figures.append((peer, ours))
         peer, ours = (statistics.median(side) for side in zip(*figures, strict=True))
         return [
-            Line("spawns a second, 2 workers, against bwrap with the same limits", statistics.median(ratios), "×", high=2, plain=1 / peer, ours=1 / ours),
+            Line(
+                "spawns a second, 2 workers, against bwrap with the same limits",
+                statistics.median(ratios),
+                "×",
+                high=2,
+                plain=1 / peer,
+                ours=1 / ours,
+            ),
             Line("spawns a second of ours", ours, "/s"),
             Line("spawns a second of bwrap", peer, "/s"),
         ]
@@ -260,11 +297,25 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="layer-bundle-") as home:
             bundle = Bundle(Path(home) / "bundle", root.parents[2] if root else Path("/"))
             sides: dict[str, Callable[[], float | None]] = {"cold": cold}
-            for name, command in (("crun", ["crun"]), ("runc", ["runc"]), ("runsc", ["runsc", "--network=none", "--rootless=false", "--ignore-cgroups"])):
+            for name, command in (
+                ("crun", ["crun"]),
+                ("runc", ["runc"]),
+                ("runsc", ["runsc", "--network=none", "--rootless=false", "--ignore-cgroups"]),
+            ):
                 if shutil.which(name):
                     sides[name] = lambda command=command: bundle.run(command)  # type: ignore[misc]
             if shutil.which("podman"):
-                podman = ["podman", "run", "--rm", "--network=none", "--cgroups=disabled", "--pids-limit=-1", "--rootfs", str(bundle.home / "rootfs"), "true"]
+                podman = [
+                    "podman",
+                    "run",
+                    "--rm",
+                    "--network=none",
+                    "--cgroups=disabled",
+                    "--pids-limit=-1",
+                    "--rootfs",
+                    str(bundle.home / "rootfs"),
+                    "true",
+                ]
                 sides["podman"] = lambda: run(podman)
             try:
                 for name in list(sides):
@@ -276,7 +327,11 @@ class Bench:
                 times = self.turns(sides, 5 if self.quick else 15)
             finally:
                 bundle.close()
-        return lines + [self.against(f"true, cold namespace box, against {name} run", times, "cold", name) for name in sides if name != "cold"]
+        return lines + [
+            self.against(f"true, cold namespace box, against {name} run", times, "cold", name)
+            for name in sides
+            if name != "cold"
+        ]
 
     def tiers(self) -> list[Line | Failed]:
         """Start, suspend, resume and fork on every tier that works here."""
@@ -351,9 +406,21 @@ class Bench:
             writer.kill()
         self.notes.append(f"The tree of the forks held {before >> 20} MB.")
         return [
-            Line("10 forks of the tree from a snapshot", statistics.median(from_snapshot) * 1e3, "ms", low=50, ours=statistics.median(from_snapshot)),
+            Line(
+                "10 forks of the tree from a snapshot",
+                statistics.median(from_snapshot) * 1e3,
+                "ms",
+                low=50,
+                ours=statistics.median(from_snapshot),
+            ),
             Line("disk of those ten", grown / 1e6, "MB", low=10),
-            Line("10 forks of a live, writing box", statistics.median(live) * 1e3, "ms", low=300, ours=statistics.median(live)),
+            Line(
+                "10 forks of a live, writing box",
+                statistics.median(live) * 1e3,
+                "ms",
+                low=300,
+                ours=statistics.median(live),
+            ),
         ]
 
     def density(self) -> list[Line | Failed]:
@@ -383,11 +450,22 @@ class Bench:
         lines = [line for _, part in self.parts for line in part]
         missed = [line.operation for line in lines if line.met is False]
         barred = sum(line.met is not None for line in lines)
-        out = [MARK, "", f"Python {platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} cores. The run took {seconds:.0f} s.", ""]
-        out.append(f"{barred - len(missed)} of {barred} figures meet their bar" + ("; these do not:" if missed else "."))
+        out = [
+            MARK,
+            "",
+            f"Python {platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} cores. The run took {seconds:.0f} s.",
+            "",
+        ]
+        out.append(
+            f"{barred - len(missed)} of {barred} figures meet their bar" + ("; these do not:" if missed else ".")
+        )
         out += ["", *(f"- {name}" for name in missed), ""] if missed else [""]
-        out.append("A figure with × is ours over the peer's, both taking turns in one run; every box has all its protections and limits, made and removed")
-        out.append("within the time, and is driven through the public Python API. bwrap and the OCI runtimes get the same limits. The median counts.")
+        out.append(
+            "A figure with × is ours over the peer's, both taking turns in one run; every box has all its protections and limits, made and removed"
+        )
+        out.append(
+            "within the time, and is driven through the public Python API. bwrap and the OCI runtimes get the same limits. The median counts."
+        )
         out += self.notes and ["", *self.notes] or []
         for title, part in self.parts:
             out += ["", f"## {title}", "", table(HEAD, [line.cells() for line in part])]
@@ -395,7 +473,11 @@ class Bench:
 
 
 def _available() -> int:
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
 
 
 def keep_other(path: Path, text: str) -> None:
@@ -438,7 +520,9 @@ def stop(state: Path) -> None:
         pid = int((state / "run" / "host.pid").read_text())
         os.kill(pid, 15)
         for _ in range(400):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":  # a child of ours, if we started it
+            if (
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            ):  # a child of ours, if we started it
                 return
             time.sleep(0.05)
 

@@ -110,7 +110,9 @@ class Cgroup:
     def task_fds(self) -> list[int]:
         """Files into which a child writes b"0" to be in it; kept open until `rest`, none once it is closed."""
         if not self._fds and not self.closed:
-            name = "cgroup.procs" if self.version == "v2" else "tasks"  # v1: writing cgroup.procs stalls for milliseconds
+            name = (
+                "cgroup.procs" if self.version == "v2" else "tasks"
+            )  # v1: writing cgroup.procs stalls for milliseconds
             for directory in dict.fromkeys(self.directories.values()):
                 self._fds.append(os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC))
         return self._fds

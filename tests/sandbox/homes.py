@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -83,8 +84,13 @@ class Home(Host):
         """What is more than before once all had time to go: nothing, it is hoped."""
         deadline = time.monotonic() + seconds
         while (left := dict(self.census() - before)) and time.monotonic() < deadline:
+            self.commit()
             time.sleep(0.2)
         return left
+
+    def commit(self) -> None:
+        """Have the disk's cleaner do now what it does every half minute."""
+        subprocess.run(["sync", "--file-system", str(self.state / "disk")], check=False)
 
 
 @contextlib.contextmanager

@@ -119,6 +119,7 @@ def settle(own: Home) -> None:
     """Wait until what the host makes ahead has been made."""
     last: Counter[str] = Counter()
     for _ in range(50):
+        own.commit()
         time.sleep(0.3)
         now = own.census()
         if now == last:
