@@ -185,8 +185,8 @@ static bool good_layer(const char *name) {
 static __attribute__((noreturn)) void be_box(struct box *box, int control) {
     const char *step = "";
     if (box_enter(box, &step)) {
-        struct frame frame = {.length = 4 + strlen(step) + 1, .id = 0, .kind = DONE};
         char message[512];
+        struct frame frame = {.length = 4 + strnlen(step, sizeof message - sizeof frame - 5) + 1, .id = 0, .kind = DONE}; // a mount's path may be longer
         memcpy(message, &frame, sizeof frame);
         memcpy(message + sizeof frame, &(uint32_t){errno}, 4);
         snprintf(message + sizeof frame + 4, sizeof message - sizeof frame - 4, "%s", step);
