@@ -12,7 +12,6 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from livinglayer.errors import LayerError, Unavailable
@@ -111,6 +110,36 @@ def _listener(kind: int, port: int) -> int:
         return sock.detach()
 
 
+def _own_proc() -> int:
+    """A /proc that is mounted nowhere, as a directory."""
+    context = _libc.syscall(430, b"proc", 1)  # fsopen
+    if context < 0:
+        return os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _libc.syscall(431, context, 6, None, None, 0)  # fsconfig: create
+        mount = _libc.syscall(432, context, 1, 0)  # fsmount
+    finally:
+        os.close(context)
+    return mount if mount >= 0 else os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _allow_low_ports() -> None:
+    """Let a box bind 80: the namespace belongs to the host's user namespace, so root of a box could not otherwise.
+
+    In a /proc of its own, since in a shared one every namespace leaves names behind that all later ones are compared with.
+    """
+    with contextlib.suppress(OSError):
+        proc = _own_proc()
+        try:
+            fd = os.open("sys/net/ipv4/ip_unprivileged_port_start", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+            try:
+                os.write(fd, b"0")
+            finally:
+                os.close(fd)
+        finally:
+            os.close(proc)
+
+
 def make(nft: ctypes.CDLL | None = None) -> Network:
     """A new namespace with its sockets; the calling thread is back in its own when this returns or raises."""
     nft = nft or _nftables()
@@ -124,9 +153,7 @@ def make(nft: ctypes.CDLL | None = None) -> Network:
         try:
             _loopback()
             _redirect(nft)
-            # The namespace belongs to the host's user namespace, so root of a box could not bind 80 otherwise.
-            with contextlib.suppress(OSError):
-                Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("0")
+            _allow_low_ports()
             made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
             made.append(_listener(socket.SOCK_STREAM, TCP_PORT))
             made.append(_listener(socket.SOCK_DGRAM, DNS_PORT))
