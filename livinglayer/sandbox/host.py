@@ -1001,6 +1001,12 @@ class Host:
             if box.state == "running":
                 await asyncio.wait_for(box.guest.agent.ping(), 5)
         else:
+            if resident is not None and self.spawner:  # what it held for a box that is gone: its name is wanted again
+                for fd in fds if box.network is None else fds[:-4]:
+                    with contextlib.suppress(OSError):
+                        os.close(fd)
+                with contextlib.suppress(Unavailable):
+                    await self.spawner.release(id)
             self._drop_resources(box)
             box.state = "suspended"  # its processes went with the host; its files stay
         box.trace.add("adopt", state=box.state)

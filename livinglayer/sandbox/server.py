@@ -17,6 +17,7 @@ from ..errors import Conflict, Invalid, LayerError, TimedOut, Unavailable
 from .agent import Writing, failure
 from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
+from .changes import Change
 from .commands import Command, encode_exec, exec_flags
 from .host import Host
 from .trace import read as read_trace
@@ -835,10 +836,15 @@ async def trace_more(connection: Connection, request: dict[str, Any]) -> dict[st
         await asyncio.sleep(0.1)
 
 
+def _absolute(change: Change) -> dict[str, Any]:
+    """A change with its path as the files API takes it."""
+    return asdict(change) | {"path": f"/{change.path}"}
+
+
 @verb("changes")
 async def changes(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
     """The files a box has changed."""
-    return [asdict(change) for change in await connection.host.changes(connection.host.find(request["box"]))]
+    return [_absolute(change) for change in await connection.host.changes(connection.host.find(request["box"]))]
 
 
 @verb("egress")
@@ -854,7 +860,7 @@ async def snapshots(connection: Connection, request: dict[str, Any]) -> list[dic
 @verb("snapshot.diff")
 async def snapshot_diff(connection: Connection, request: dict[str, Any]) -> Any:
     found = await asyncio.to_thread(connection.host.snapshots.diff, request["a"], request["b"])
-    return [asdict(change) for change in found]
+    return [_absolute(change) for change in found]
 
 
 @verb("snapshot.remove")

@@ -34,7 +34,8 @@ class ContainerDriver:
         self.runtime = runtime or ("crun" if shutil.which("crun") else "runc")
         self.suspends = "it was not tried yet"  # why memory can't be kept
         self.capabilities = Capabilities(
-            isolation="shares the host's kernel, through an allow-list of system calls; namespaces made by an OCI runtime"
+            isolation="shares the host's kernel, through an allow-list of system calls; namespaces made by an OCI runtime",
+            live_fork=True,
         )
 
     async def probe(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from livinglayer.errors import LayerError, LimitExceeded, TimedOut
+from livinglayer.errors import Conflict, LayerError, LimitExceeded, TimedOut
 from livinglayer.sandbox import Sandbox
 
 
@@ -36,7 +36,12 @@ def answers(box: Any) -> bool:
 def test_a_memory_bomb(make: Callable[..., Any], unharmed: None, capabilities: dict[str, Any]) -> None:
     box = make(memory="128M")
     code = "x = []\nwhile True: x.append(bytearray(1 << 20))"
-    result = box.run(["python3", "-c", code], timeout=60)
+    try:
+        result = box.run(["python3", "-c", code], timeout=100)
+    except Conflict:  # gVisor's kernel is a process with the memory of all of them: the box ends as a whole
+        assert box.tier == "gvisor"
+        assert answers(box)
+        return
     assert result.exit_code != 0
     assert result.exit_code == -9 or b"MemoryError" in result.stderr
     assert answers(box)
