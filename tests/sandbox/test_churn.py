@@ -189,6 +189,8 @@ def crowd(own: Home, size: int) -> dict[str, float]:
         "of which unreclaimable slab (KB)": round(slab, 1),
         "first (ms)": round(statistics.median(took[:many]), 2),
         "last (ms)": round(statistics.median(took[-many:]), 2),
+        "first, lower quartile": round(statistics.quantiles(took[:many], n=4)[0], 2),
+        "last, lower quartile": round(statistics.quantiles(took[-many:], n=4)[0], 2),
         "`true` in each (ms)": round(answered, 2),
         "kill (ms)": round(killed, 2),
     }
@@ -219,7 +221,9 @@ def test_a_hundred_idle_boxes_cost_little(own: Home) -> None:
 @pytest.mark.torture
 def test_two_thousand_idle_boxes_cost_little(own: Home) -> None:
     figures = twice(own, 2000)
-    assert figures["last (ms)"] <= 2 * figures["first (ms)"], figures
+    assert figures["last, lower quartile"] <= 2 * figures["first, lower quartile"], (
+        figures
+    )  # others use the machine too
 
 
 def test_a_gateway_with_a_thousand_files_open_makes_networks() -> None:
