@@ -130,9 +130,9 @@ class Agent:
                 sent = self._socket.send(data)
             except BlockingIOError:
                 sent = 0
-            except OSError:
-                self.close()
-                raise Unavailable("the box has ended") from None
+            except OSError:  # whoever waits for an answer hears of it, once
+                self._loop.call_soon(self.close)
+                return
             if sent == len(data):
                 return
             data = data[sent:]

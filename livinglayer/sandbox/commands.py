@@ -80,14 +80,17 @@ class Command:
 
     def start(self, payload: bytes) -> None:
         """Ask the agent to run it."""
-        agent = self.box.agent
-        self.number = agent.open(self.on_frame)
-        self.box.commands[self.number] = self
         try:
+            agent = self.box.agent
+            self.number = agent.open(self.on_frame)
+            self.box.commands[self.number] = self
             agent.send(Kind.EXEC, payload, self.number)
-        except BaseException:
-            self.box.commands.pop(self.number, None)
-            agent.drop(self.number)
+        except BaseException:  # its caller is told by that; nothing more must come
+            if self.box.commands.pop(self.number, None):
+                agent.drop(self.number)
+            self._sinks.clear()
+            if self._timer:
+                self._timer.cancel()
             raise
         self._flush()  # what its caller sent while the box was woken
 

@@ -32,7 +32,7 @@ from .cgroups import remove as remove_cgroup
 from .changes import Change, of_upper
 from .commands import Command, encode_exec
 from .disk import Disk
-from .driver import Driver, Root, Spec
+from .driver import Driver, Guest, Root, Spec
 from .drivers.namespace import NamespaceDriver, NamespaceGuest, Spawner
 from .drivers.process import ProcessDriver
 from .egress.tls import Authority
@@ -420,6 +420,14 @@ class Host:
             )
         guest = box.guest
         guest.ended.add_done_callback(lambda done: self._on_end(box, guest, done))
+        guest.agent.on_close = lambda: self.spawn_task(self._bury(box, guest))
+
+    async def _bury(self, box: Box, guest: Guest) -> None:
+        """A guest whose agent is gone is of no use to anybody: if it does not end by itself, it is ended."""
+        await asyncio.wait([guest.ended], timeout=1)
+        async with box.lock:
+            if box.guest is guest and guest.agent.closed and not guest.ended.done():
+                await guest.kill()
 
     def _on_end(self, box: Box, guest: Any, done: "asyncio.Future[str]") -> None:
         """A guest is gone: asked for, or by itself."""

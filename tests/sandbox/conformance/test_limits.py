@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from sandbox.hosts import wait_until
 
 from livinglayer.errors import Conflict, LayerError, LimitExceeded, TimedOut
 from livinglayer.sandbox import Sandbox
@@ -29,7 +30,8 @@ def answers(box: Any) -> bool:
     except LimitExceeded:
         return True
     except LayerError:
-        return box.id not in {found.id for found in Sandbox.list()}
+        wait_until(lambda: box.id not in {found.id for found in Sandbox.list()}, "the box has ended")
+        return True
 
 
 @pytest.mark.core
