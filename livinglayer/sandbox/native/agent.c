@@ -203,6 +203,7 @@ static int open_path(const char *path, int flags, mode_t mode) {
 static int open_parent(const char *path, const char **name, bool make) {
     static char copy[4096];
     size_t length = strlen(path);
+    if (*path != '/') return errno = EINVAL, -1; // below, a name without a slash before it would have no end
     while (length > 1 && path[length - 1] == '/') length--;
     if (length >= sizeof copy) return errno = ENAMETOOLONG, -1;
     memcpy(copy, path, length);
