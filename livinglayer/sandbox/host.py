@@ -420,9 +420,9 @@ class Host:
             )
         guest = box.guest
         guest.ended.add_done_callback(lambda done: self._on_end(box, guest, done))
-        guest.agent.on_close = lambda: self.spawn_task(self._bury(box, guest))
+        guest.agent.on_close = lambda: self.spawn_task(self._end_orphan(box, guest))
 
-    async def _bury(self, box: Box, guest: Guest) -> None:
+    async def _end_orphan(self, box: Box, guest: Guest) -> None:
         """A guest whose agent is gone is of no use to anybody: if it does not end by itself, it is ended."""
         await asyncio.wait([guest.ended], timeout=1)
         async with box.lock:
