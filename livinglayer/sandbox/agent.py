@@ -195,7 +195,7 @@ class Agent:
             if kind == READY:
                 self.ready.set_result(None)
             elif kind == DONE:
-                code = int.from_bytes(payload[:4], "little")
+                code = int.from_bytes(payload[:4], "little") & 0xFFFF
                 step = payload[4:].rstrip(b"\0").decode("utf-8", "replace")
                 self.ready.set_exception(
                     Unavailable(f"the box could not be set up: {step}: {os.strerror(code)}", hint="layer doctor")

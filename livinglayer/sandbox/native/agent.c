@@ -819,7 +819,7 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
             talk->queue = more;
             talk->room = room;
         }
-        memcpy(talk->queue + talk->queued, payload, length);
+        if (length) memcpy(talk->queue + talk->queued, payload, length); // of nothing there may be no queue at all
         talk->queued += length;
         feed(talk);
         return;
