@@ -77,7 +77,7 @@ class Spawner:
             if op == EXITED:
                 if gone := self.on_exit.pop(name, None):
                     gone(value)
-            elif op == HELD:
+            elif op == HELD and serial in self._answers:
                 self._held.setdefault(serial, []).append((name, value, base, fds))
             elif (answer := self._answers.pop(serial, None)) is not None:
                 if answer.done():  # whoever asked has left
@@ -89,6 +89,9 @@ class Spawner:
                     )
                 else:
                     answer.set_result((value, base, fds))
+            else:  # an answer to nobody
+                for fd in fds:
+                    os.close(fd)
 
     def request(
         self,
