@@ -464,7 +464,7 @@ class Host:
         while self._dead:
             box = self._dead.pop(next(iter(self._dead)))
             self._drop_resources(box)
-            if not box.keeps_files:
+            if not box.keeps_files and not self.disk.recycle(box.spec.root.upper):
                 self.disk.destroy(box.spec.root.upper)
             if box.spec.directory.exists():
                 shutil.rmtree(box.spec.directory, ignore_errors=True)

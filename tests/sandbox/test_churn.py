@@ -204,7 +204,6 @@ def twice(own: Home, size: int) -> dict[str, float]:
     own.hang_up()
     settle(own)
     figures = crowd(own, size)
-    assert figures["KB each (MemAvailable)"] <= 2048
     settle(own)
     before = own.census()
     crowd(own, size)
@@ -221,6 +220,7 @@ def test_a_hundred_idle_boxes_cost_little(own: Home) -> None:
 @pytest.mark.torture
 def test_two_thousand_idle_boxes_cost_little(own: Home) -> None:
     figures = twice(own, 2000)
+    assert figures["KB each (MemAvailable)"] <= 2048  # of the whole machine: of few boxes others' memory would drown it
     assert figures["last, lower quartile"] <= 2 * figures["first, lower quartile"], (
         figures
     )  # others use the machine too
