@@ -36,7 +36,7 @@ def test_control_c_interrupts_what_runs_in_the_terminal(box: Any) -> None:
     process.write(b"\x03")
     assert b"caught" in until(process, b"caught")
     assert process.wait().exit_code == 3
-    plain = box.start("echo ready; sleep 1000", pty=(24, 80))
+    plain = box.start("echo ready; exec sleep 1000", pty=(24, 80))
     until(plain, b"ready")
     plain.write(b"\x03")
     assert plain.wait().exit_code in (-2, 130)
