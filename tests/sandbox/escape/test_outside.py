@@ -351,7 +351,7 @@ BOMBS = {
     "memory files": "import os\nf = os.memfd_create('x')\nwhile True: os.write(f, bytes(1 << 20))",
     "shared memory": "f = open('/dev/shm/x', 'wb', 0)\nwhile True: f.write(b'x' * (1 << 20))",
     "disk": "f = open('/home/user/x', 'wb', 0)\nimport os\nwhile True: f.write(os.urandom(1 << 20))",
-    "inodes": "import os, errno\nn = 0\ntry:\n  while n < 150000: open(f'/home/user/{n}', 'w').close(); n += 1\nexcept OSError as e: assert e.errno in (errno.EDQUOT, errno.ENOSPC, errno.ENOMEM)\nelse: raise SystemExit('no limit')",
+    "inodes": "import os, errno\nn = 0\ntry:\n  while n < 150000: open(f'/home/user/{n:0240d}', 'w').close(); n += 1\nexcept OSError as e: assert e.errno in (errno.EDQUOT, errno.ENOSPC, errno.ENOMEM)\nelse: raise SystemExit('no limit')",
     "fds": "import os\nn = 0\ntry:\n  while True: os.dup(1); n += 1\nexcept OSError: assert n < 70000",
     "pipes": "import os, fcntl\np = []\ntry:\n  while len(p) < 3000:\n    r, w = os.pipe(); p.append((r, w)); os.set_blocking(w, False)\n    try: fcntl.fcntl(w, 1031, 1 << 20)\n    except OSError: pass\n    try:\n      while True: os.write(w, bytes(65536))\n    except BlockingIOError: pass\nexcept OSError: pass",
     "tcp": "import socket\nl = socket.socket(); l.bind(('127.0.0.1', 9)); l.listen(4096); k = []; n = 0\ntry:\n  for i in range(300):\n    c = socket.create_connection(('127.0.0.1', 9), 2); s, _ = l.accept(); c.setblocking(False); k += [c, s]\n    try:\n      while True: n += c.send(bytes(1000000))\n    except BlockingIOError: pass\nexcept OSError: pass\nassert n < 100 << 20, n",

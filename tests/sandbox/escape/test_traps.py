@@ -120,7 +120,9 @@ def test_7_files_are_collected_without_following_links(make_box: MakeBox, tmp_pa
 def test_8_the_root_is_writable_and_the_cgroup_without_a_path(make_box: MakeBox) -> None:
     """An idmapped overlay is silently read-only when its mounter's id is not mapped; a cgroup namespace made too early shows the host's path."""
     box = make_box()
-    assert box.run("echo x >/opt/x && rm /opt/x && mkdir /new && touch /var/lib/y && echo y >>/etc/hosts", user="root").ok
+    assert box.run(
+        "echo x >/opt/x && rm /opt/x && mkdir /new && touch /var/lib/y && echo y >>/etc/hosts", user="root"
+    ).ok
     assert all(line.endswith(":/") for line in box.run(["cat", "/proc/self/cgroup"]).stdout.text.split())
     refused = box.run(
         [
