@@ -9,6 +9,7 @@ from ..errors import Invalid
 
 Tier = Literal["process", "namespace", "container", "gvisor", "microvm", "vm"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+VIRTUAL: tuple[Tier, ...] = ("microvm", "vm")  # those whose files lie on a disk of their own
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 NAME = re.compile(r"[a-z][a-z0-9-]{0,40}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -6,7 +6,6 @@ their creator. When the host itself dies, egress is closed, ephemeral boxes end,
 
 import asyncio
 import base64
-import collections
 import contextlib
 import fcntl
 import hashlib
@@ -19,37 +18,35 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
 from ..settings import state_directory
-from .blueprint import NAME, Blueprint, Tier
-from .box import Box, environment
+from .adoption import adopt
+from .blueprint import NAME, VIRTUAL, Blueprint, Tier
+from .box import Box
+from .building import build
 from .cgroups import Cgroup, Cgroups
 from .cgroups import remove as remove_cgroup
 from .changes import Change, of_upper
-from .commands import Command, encode_exec
 from .disk import Disk
 from .driver import Driver, Guest, Root, Spec
 from .drivers.namespace import NamespaceDriver, NamespaceGuest, Spawner
 from .drivers.process import ProcessDriver
 from .egress.tls import Authority
-from .images import Image, Images, Ran
+from .images import Images
 from .layers import Layers, chain_of
-from .networks import Event, Gateway, Network
+from .networks import Event, Gateway
 from .snapshots import Snapshots
 from .store import Collected
 from .trace import KEPT, Trace, prune
-from .wire import DONE, EXIT
+from .waiting import WARM, Waiting
 from .zygote import Zygote
 
 IDLE_SECONDS = float(os.environ.get("LAYER_HOST_IDLE", "60"))  # a host that nobody uses ends
-WARM = int(os.environ.get("LAYER_WARM", "2"))  # boxes kept waiting of the shape that was asked for last
 CROWD = 512  # boxes, beyond which a host saves file descriptors rather than microseconds
-CALM, PATIENCE = 0.004, 0.1  # seconds without a request before the pool is filled, and how long to wait for them
-VIRTUAL: tuple[Tier, ...] = ("microvm", "vm")
 
 
 def new_id() -> str:
@@ -77,8 +74,7 @@ class Host:
         self.ended: dict[str, Trace] = {}  # traces of boxes that have ended, written behind
         self._mask: tuple[float, tuple[str, ...]] = (-9.0, ())
         self._free = (0.0, 0)  # when the disk was last looked at, and what was free
-        self._warm: dict[tuple[str, ...], list[Box]] = {}
-        self._warming = False
+        self.waiting = Waiting(self)
         self._failed: dict[str, LayerError] = {}  # tiers that did not work, and why
         self._drivers: dict[str, Driver] = {}
         self._works: set[str] = set()  # tiers that were tried and work
@@ -112,7 +108,7 @@ class Host:
         self.snapshots = Snapshots(self.disk, self.layers)
         self.images = Images(self.layers, self.snapshots)
         self.zygote = Zygote(self.state) if self.root else None
-        await self._adopt()
+        await adopt(self)
         while self.cgroups.refill():
             pass
         self.spawn_task(self._tick())
@@ -194,13 +190,13 @@ class Host:
             raise Unavailable("the host is stopping")
         driver = await self.driver(blueprint.tier)
         layers = await self._layers(blueprint, snapshot, say)
-        if warm and name is None and not blueprint.mounts and (box := self._take_warm(blueprint, layers)):
+        if warm and name is None and not blueprint.mounts and (box := self.waiting.take(blueprint, layers)):
             box.owner = owner
         else:
             if name is not None:
                 self.names[name] = ""  # taken from now on
             try:
-                box = (snapshot and await self._restore(blueprint, snapshot, name, owner)) or await self._start(
+                box = (snapshot and await self._restore(blueprint, snapshot, name, owner)) or await self.start(
                     blueprint, driver, layers, name=name, owner=owner
                 )
             except BaseException:
@@ -236,7 +232,7 @@ class Host:
         )
         box.save(self.records)
         if warm and WARM and name is None and blueprint.tier == "namespace" and not blueprint.mounts:
-            self._warm_up(blueprint, layers)
+            self.waiting.prepare(blueprint, layers)
         return box
 
     def _check_name(self, name: str | None) -> None:
@@ -258,65 +254,11 @@ class Host:
         if blueprint.packages:
             steps = json.dumps([base, *blueprint.packages], sort_keys=True, default=str)
             name = f"built-{hashlib.sha256(steps.encode()).hexdigest()[:16]}"
-            await self.build(name, base, blueprint.packages, blueprint.egress, say)
+            await build(self, name, base, blueprint.packages, blueprint.egress, say)
             base = name
         return tuple(await asyncio.to_thread(self.layers.resolve, base, say))
 
-    async def build(
-        self,
-        name: str,
-        base: str,
-        steps: Sequence[Any],
-        egress: Sequence[Any] = (),
-        say: Callable[[str], None] = lambda line: None,
-        cache: bool = True,
-    ) -> Image:
-        """An image from a base and steps, each run in a namespace box of its own that may reach what `egress` allows, and kept by content."""
-        await self.driver("namespace")
-        rules = tuple(egress)
-
-        async def run_in_box(
-            layers: tuple[str, ...], argv: Sequence[str], *, upper: Path, user: str, env: Mapping[str, str], cwd: str
-        ) -> Ran:
-            return await self._run_step(rules, layers, argv, upper, user, env, cwd)
-
-        return await self.images.build(name, base, steps, run_in_box, say, cache)
-
-    async def _run_step(
-        self,
-        egress: tuple[Any, ...],
-        layers: tuple[str, ...],
-        argv: Sequence[str],
-        upper: Path,
-        user: str,
-        env: Mapping[str, str],
-        cwd: str,
-    ) -> Ran:
-        blueprint = Blueprint(memory=2 << 30, pids=1024, cpu=float(os.cpu_count() or 1), disk=16 << 30, egress=egress)
-        box = await self._start(blueprint, await self.driver("namespace"), layers, upper=upper)
-        box.keeps_files = True
-        try:
-            if box.network and self.gateway:
-                await self.gateway.serve(box.id, box.network, egress, {})
-            over: asyncio.Future[None] = self.loop.create_future()
-            said: collections.deque[bytes] = collections.deque(maxlen=64)
-
-            def sink(kind: int, data: bytes) -> None:
-                if kind in (EXIT, DONE):
-                    over.set_result(None)
-                else:
-                    said.append(data)
-
-            command = Command(box, argv, sink)
-            command.start(encode_exec(argv, user, cwd, environment(box, dict(env)), 0))
-            await over
-            if command.error:
-                raise command.error
-            return Ran(command.status or 0, b"".join(said))
-        finally:
-            await self.kill(box)
-
-    async def _start(
+    async def start(
         self,
         blueprint: Blueprint,
         driver: Driver,
@@ -342,7 +284,7 @@ class Host:
             box.state = "ended"
             self._release(box)
             raise
-        self._live(box)
+        self.live(box)
         await self._hold(box)
         return box
 
@@ -391,7 +333,7 @@ class Host:
             box.network = await self.gateway.take()
             box.spec.netns, box.spec.held = box.network.netns, box.network.fds
 
-    def _live(self, box: Box) -> None:
+    def live(self, box: Box) -> None:
         assert box.guest is not None
         box.state = "running"
         if len(self.boxes) > CROWD:
@@ -463,13 +405,13 @@ class Host:
         """Give back what boxes that have ended held."""
         while self._dead:
             box = self._dead.pop(next(iter(self._dead)))
-            self._drop_resources(box)
+            self.drop_resources(box)
             if not box.keeps_files and not self.disk.recycle(box.spec.root.upper):
                 self.disk.destroy(box.spec.root.upper)
             if box.spec.directory.exists():
                 shutil.rmtree(box.spec.directory, ignore_errors=True)
 
-    def _drop_resources(self, box: Box) -> None:
+    def drop_resources(self, box: Box) -> None:
         """The parts that a suspended box does without."""
         if self.gateway:
             self.gateway.forget(box.id)
@@ -555,10 +497,10 @@ class Host:
                 else:
                     box.guest = await box.driver.start(box.spec)
             except BaseException:
-                self._drop_resources(box)
+                self.drop_resources(box)
                 raise
             extra = {key: value for key, value in box.environment.items() if key in box.secrets}
-            self._live(box)
+            self.live(box)
             await self._hold(box)
             box.environment |= extra
             if box.network and self.gateway:
@@ -598,7 +540,7 @@ class Host:
                 await guest.kill()
             box.guest = None
             box.end_commands()
-            self._drop_resources(box)
+            self.drop_resources(box)
             box.trace.add("suspend", memory=memory)
             box.save(self.records)
             return {"memory": memory}
@@ -719,7 +661,7 @@ class Host:
         try:
             await asyncio.to_thread(self.snapshots.load_memory, id, kept)
             driver = await self.driver(blueprint.tier)
-            return await self._start(blueprint, driver, layers, name=name, owner=owner, resume_from=kept)
+            return await self.start(blueprint, driver, layers, name=name, owner=owner, resume_from=kept)
         finally:
             shutil.rmtree(kept, ignore_errors=True)
 
@@ -802,7 +744,7 @@ class Host:
             (frozen / "w").mkdir(mode=0o700)
             forks = await asyncio.gather(
                 *(
-                    self._start(box.blueprint, driver, box.spec.root.layers, name=name, owner=owner, upper_from=frozen)
+                    self.start(box.blueprint, driver, box.spec.root.layers, name=name, owner=owner, upper_from=frozen)
                     for name in names
                 ),
                 return_exceptions=True,
@@ -821,7 +763,7 @@ class Host:
                 children, await box.driver.fork(box.guest, [child.spec for child in children]), strict=True
             ):
                 child.guest = guest
-                self._live(child)
+                self.live(child)
         except BaseException:
             for child in children:
                 if child.guest is not None:
@@ -848,62 +790,6 @@ class Host:
             child.save(self.records)
         box.trace.add("fork", children=[child.id for child in children])
         return children
-
-    # ---- boxes that wait ----
-
-    def _take_warm(self, blueprint: Blueprint, layers: tuple[str, ...]) -> Box | None:
-        waiting = self._warm.get((blueprint.tier, *layers))
-        while waiting:
-            box = waiting.pop()
-            if box.state != "running":
-                continue
-            box.spec.cgroup.limit(blueprint.memory, blueprint.pids, blueprint.cpu)
-            if blueprint.disk != box.blueprint.disk:
-                self.disk.limit(box.spec.root.upper, blueprint.disk)
-            box.blueprint = box.spec.blueprint = blueprint
-            box.created = time.time()
-            box.touch()
-            return box
-        return None
-
-    def _warm_up(self, blueprint: Blueprint, layers: tuple[str, ...]) -> None:
-        key = (blueprint.tier, *layers)
-        for other in [other for other in self._warm if other != key]:  # one shape at a time
-            for box in self._warm.pop(other):
-                self.spawn_task(self.kill(box))
-        if not self._warming and len(self._warm.setdefault(key, [])) < WARM:
-            self._warming = True
-            self.loop.call_later(CALM, self._fill_when_calm, key, blueprint, layers, time.monotonic() + PATIENCE)
-
-    def _fill_when_calm(
-        self, key: tuple[str, ...], blueprint: Blueprint, layers: tuple[str, ...], latest: float
-    ) -> None:
-        """The pool is filled when nobody waits for an answer, or when that takes too long."""
-        if time.monotonic() - self.used < CALM and time.monotonic() < latest:
-            self.loop.call_later(CALM, self._fill_when_calm, key, blueprint, layers, latest)
-        else:
-            self.spawn_task(self._fill(key, blueprint, layers))
-
-    async def _fill(self, key: tuple[str, ...], blueprint: Blueprint, layers: tuple[str, ...]) -> None:
-        try:
-            plain = Blueprint(
-                tier=blueprint.tier,
-                base=blueprint.base,
-                memory=blueprint.memory,
-                pids=blueprint.pids,
-                cpu=blueprint.cpu,
-                disk=blueprint.disk,
-            )
-            while key in self._warm and len(self._warm[key]) < WARM and not self.stopping.is_set():
-                box = await self._start(plain, await self.driver(blueprint.tier), layers)
-                self._warm.setdefault(key, []).append(box)
-            self.cgroups.refill()
-            if self.gateway:
-                self.gateway.refill()
-        except LayerError as error:
-            print(f"no warm box: {error}", file=sys.stderr)
-        finally:
-            self._warming = False
 
     # ---- egress ----
 
@@ -933,117 +819,6 @@ class Host:
         box.save(self.records)
 
     # ---- start and end of the host itself ----
-
-    async def _adopt(self) -> None:
-        """Take back named boxes of an earlier host; remove everything of ours that belongs to none."""
-        known: dict[str, dict[str, Any]] = {}
-        for path in self.records.glob("*.json"):
-            try:
-                record = json.loads(path.read_text())
-                known[record["id"]] = record
-            except (ValueError, KeyError):
-                path.unlink()
-        residents = (
-            {name: (pid, base, fds) for name, pid, base, fds in await self.spawner.residents()} if self.spawner else {}
-        )
-        for id, record in known.items():
-            try:
-                await self._adopt_one(id, record, residents.pop(id, None))
-            except (LayerError, OSError) as error:
-                print(f"box {id} could not be adopted: {error}", file=sys.stderr)
-        if self.spawner:
-            for name, (pid, _, fds) in residents.items():
-                for fd in fds:
-                    os.close(fd)
-                if not pid:
-                    await self.spawner.release(name)
-                else:
-                    gone = self.loop.create_future()
-                    self.spawner.on_exit[name] = gone.set_result
-                    await self.spawner.request(2, [name], [])
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(gone, 2)
-        self._clean(set(self.boxes))
-        for tier in ("container", "gvisor", "microvm", "vm") if self.root else ():
-            try:
-                self.driver_of(tier).clean(set(self.boxes), lambda line: print(line, file=sys.stderr))
-            except (LayerError, OSError) as error:
-                print(f"remains of tier {tier} could not be removed: {error}", file=sys.stderr)
-
-    async def _adopt_one(self, id: str, record: dict[str, Any], resident: tuple[int, int, list[int]] | None) -> None:
-        blueprint = Blueprint.of({key: value for key, value in record["blueprint"].items() if key != "secrets"})
-        upper = self.disk.boxes / id
-        if not upper.exists():
-            return (self.records / f"{id}.json").unlink(missing_ok=True)
-        driver = self.driver_of(blueprint.tier)
-        fds = resident[2] if resident else []
-        running = record["state"] in ("running", "paused")
-        alive = running and len(fds) >= (4 if blueprint.tier in VIRTUAL else 5)
-        cgroup = (
-            self.cgroups.adopt(record["cgroup"])
-            if alive
-            else self.cgroups.take(blueprint.memory, blueprint.pids, blueprint.cpu)
-        )
-        spec = Spec(id, blueprint, Root(tuple(record["layers"]), upper), self.run / "boxes" / id, cgroup, keep=True)
-        box = Box(id, blueprint, driver, spec, Trace(self.traces, id), name=record["name"])
-        box.created, box.parent, box.snapshot = record["created"], record["parent"], record["snapshot"]
-        self.boxes[id] = box
-        self.names[record["name"]] = id
-        if alive and resident is not None:
-            netns, tcp, dns, channel = fds[-4:]
-            box.network = Network(netns, tcp, dns, channel, used=True)
-            spec.netns, spec.held = box.network.netns, box.network.fds
-            if isinstance(driver, NamespaceDriver):
-                box.guest = driver.adopt(spec, resident[0], resident[1], fds[0])
-            else:
-                await self.driver(blueprint.tier)
-                try:
-                    box.guest = await asyncio.wait_for(driver.adopt(spec), 20)  # type: ignore[attr-defined]
-                except (LayerError, OSError, TimeoutError) as error:
-                    print(f"the machine of box {id} is lost: {error}", file=sys.stderr)
-        if box.guest is not None and box.network is not None:
-            self._live(box)
-            box.state = record["state"]
-            if self.gateway:
-                await self.gateway.serve(id, box.network, blueprint.egress, {})
-            if box.state == "running":
-                await asyncio.wait_for(box.guest.agent.ping(), 5)
-        else:
-            if resident is not None and self.spawner:  # what it held for a box that is gone: its name is wanted again
-                for fd in fds if box.network is None else fds[:-4]:
-                    with contextlib.suppress(OSError):
-                        os.close(fd)
-                with contextlib.suppress(Unavailable):
-                    await self.spawner.release(id)
-            self._drop_resources(box)
-            box.state = "suspended"  # its processes went with the host; its files stay
-        box.trace.add("adopt", state=box.state)
-        box.save(self.records)
-
-    def _clean(self, alive: set[str]) -> None:
-        """Remove the remains of boxes that are not `alive`: processes, cgroups, directories."""
-        used = {str(path) for box in self.boxes.values() for path in box.spec.cgroup.directories.values()}
-        for path in self.cgroups.leftovers(used):
-            for _ in range(200):
-                with contextlib.suppress(OSError):
-                    for name, content in (("cgroup.kill", "1"), ("freezer.state", "THAWED")):
-                        if (path / name).exists():
-                            (path / name).write_text(content)
-                    for pid in (path / "cgroup.procs").read_text().split():
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(int(pid), signal.SIGKILL)
-                if remove_cgroup(path):
-                    break
-                time.sleep(0.005)
-        for directory in self.disk.boxes.iterdir():
-            if directory.name not in alive:
-                self.disk.destroy(directory)
-        for directory in self.disk.tmp.iterdir():
-            self.disk.destroy(directory)
-        for parent in (self.run / "boxes", self.state / "suspended"):
-            for directory in parent.iterdir() if parent.exists() else ():
-                if directory.name not in alive:
-                    shutil.rmtree(directory, ignore_errors=True)
 
     def session_ended(self, session: str) -> None:
         """A client is gone: its ephemeral boxes go too."""

@@ -17,6 +17,7 @@ from ..errors import Conflict, Invalid, LayerError, TimedOut, Unavailable
 from .agent import Writing, failure
 from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
+from .building import build
 from .changes import Change
 from .commands import Command, encode_exec, exec_flags
 from .host import Host
@@ -760,10 +761,8 @@ async def get(connection: Connection, request: dict[str, Any]) -> dict[str, Any]
 
 @verb("list")
 async def list_(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
-    waiting = {id(box) for boxes in connection.host._warm.values() for box in boxes}
-    return [
-        box.describe() for box in connection.host.boxes.values() if box.state != "starting" and id(box) not in waiting
-    ]
+    host = connection.host
+    return [box.describe() for box in host.boxes.values() if box.state != "starting" and box not in host.waiting]
 
 
 @verb("kill")
@@ -889,8 +888,8 @@ async def image_pull(connection: Connection, request: dict[str, Any]) -> dict[st
 @verb("image.build")
 async def image_build(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
     egress, cache = request.get("egress") or [], request.get("cache", True)
-    made = await connection.host.build(
-        request["name"], request["base"], request["steps"], egress, connection.say, cache
+    made = await build(
+        connection.host, request["name"], request["base"], request["steps"], egress, connection.say, cache
     )
     return asdict(made)
 

@@ -226,6 +226,7 @@ class GvisorDriver:
             *("unshare", "--mount", "--propagation", "unchanged"),
             *(self.runsc, "--root", str(stage / "state"), "--log", str(stage / "state/log"), "--ignore-cgroups"),
             *("--platform", self.platform, "--network=sandbox", "--host-uds=none", "--directfs=false", "--oci-seccomp"),
+            "--net-disconnect-ok",  # one that is closing is no reason to refuse a fork or a suspend
             "--overlay2=none",  # what a box writes must reach its upper directory, where snapshots find it
         ]
 

@@ -137,6 +137,10 @@ class Spawner:
         """Give back the ids that `root` took."""
         await self.request(RELEASE, [name], [])
 
+    async def kill(self, name: str) -> None:
+        """End a box that nobody here has a handle of."""
+        await self.request(KILL, [name], [])
+
     async def hold(self, name: str, fds: list[int]) -> None:
         """Keep fds of a box that another driver runs, for the host that comes after us."""
         await self.request(HOLD, [name], fds)

@@ -1,0 +1,73 @@
+"""Images built by steps, each run in a namespace box of its own."""
+
+import asyncio
+import collections
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .blueprint import Blueprint
+from .box import environment
+from .commands import Command, encode_exec
+from .images import Image, Ran
+from .wire import DONE, EXIT
+
+if TYPE_CHECKING:
+    from .host import Host
+
+
+async def build(
+    host: "Host",
+    name: str,
+    base: str,
+    steps: Sequence[Any],
+    egress: Sequence[Any] = (),
+    say: Callable[[str], None] = lambda line: None,
+    cache: bool = True,
+) -> Image:
+    """An image from a base and steps, each run in a namespace box of its own that may reach what `egress` allows, and kept by content."""
+    await host.driver("namespace")
+    rules = tuple(egress)
+
+    async def run_in_box(
+        layers: tuple[str, ...], argv: Sequence[str], *, upper: Path, user: str, env: Mapping[str, str], cwd: str
+    ) -> Ran:
+        return await _run_step(host, rules, layers, argv, upper, user, env, cwd)
+
+    return await host.images.build(name, base, steps, run_in_box, say, cache)
+
+
+async def _run_step(
+    host: "Host",
+    egress: tuple[Any, ...],
+    layers: tuple[str, ...],
+    argv: Sequence[str],
+    upper: Path,
+    user: str,
+    env: Mapping[str, str],
+    cwd: str,
+) -> Ran:
+    blueprint = Blueprint(memory=2 << 30, pids=1024, cpu=float(os.cpu_count() or 1), disk=16 << 30, egress=egress)
+    box = await host.start(blueprint, await host.driver("namespace"), layers, upper=upper)
+    box.keeps_files = True
+    try:
+        if box.network and host.gateway:
+            await host.gateway.serve(box.id, box.network, egress, {})
+        over: asyncio.Future[None] = host.loop.create_future()
+        said: collections.deque[bytes] = collections.deque(maxlen=64)
+
+        def sink(kind: int, data: bytes) -> None:
+            if kind in (EXIT, DONE):
+                over.set_result(None)
+            else:
+                said.append(data)
+
+        command = Command(box, argv, sink)
+        command.start(encode_exec(argv, user, cwd, environment(box, dict(env)), 0))
+        await over
+        if command.error:
+            raise command.error
+        return Ran(command.status or 0, b"".join(said))
+    finally:
+        await host.kill(box)
