@@ -96,7 +96,7 @@ def run(command: list[str], enter: Callable[[], None] | None = None) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    )  # noqa: PLW1509
+    )
 
 
 LIMITS = Limits()
@@ -466,7 +466,7 @@ class Bench:
         out.append(
             "within the time, and is driven through the public Python API. bwrap and the OCI runtimes get the same limits. The median counts."
         )
-        out += self.notes and ["", *self.notes] or []
+        out += (self.notes and ["", *self.notes]) or []
         for title, part in self.parts:
             out += ["", f"## {title}", "", table(HEAD, [line.cells() for line in part])]
         return "\n".join(out)
