@@ -128,6 +128,8 @@ class Disk:
             return False
         upper, work = f"{path}/u", f"{path}/w/work"
         try:
+            if sorted(os.listdir(path)) != ["u", "w"] or not set(os.listdir(f"{path}/w")) <= {"work"}:
+                return False  # a machine keeps the box's disk beside them
             found = os.lstat(upper)
             marks = os.listxattr(upper, follow_symlinks=False)
             if (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) != (0o755, 0, 0) or os.listdir(upper):
