@@ -31,8 +31,9 @@ format: setup  ## rewrite the code in the project's format
 	@.venv/bin/ruff format .
 	@.venv/bin/ruff check --fix .
 
-bench: setup  ## measure both engines against a plain table and against DoltLite
+bench: setup  ## measure both engines against a plain table and DoltLite, then boxes against bwrap and OCI runtimes
 	@$(PYTHON) -m bench $(ARGS)
+	@$(PYTHON) -m bench.boxes $(BOXES)
 
 torture: setup  ## kill -9, concurrency and fuzzing campaigns; takes minutes to hours
 	@$(PYTHON) -m pytest -m torture $(ARGS)

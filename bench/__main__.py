@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.boxes import MARK
 from bench.report import TITLES
 
 HERE = Path(__file__).parent
@@ -55,7 +56,8 @@ def main() -> int:
         text = run.text()
     print(text)
     if options.out:
-        options.out.write_text(text + "\n")
+        _, mark, boxes = options.out.read_text().partition(MARK) if options.out.exists() else ("", "", "")
+        options.out.write_text(text + "\n" + ("\n" + mark + boxes if mark else ""))  # the boxes' part is not ours
     return run.failed
 
 

@@ -63,6 +63,21 @@ def test_a_command_that_runs_when_its_box_is_killed_hears_of_it(make: Callable[.
     assert [type(error) for error in heard] == [Conflict]
 
 
+@pytest.mark.core
+def test_a_new_box_finds_nothing_of_those_before_it(make: Callable[..., Any], tier: str) -> None:
+    for _ in range(3):
+        box = make()
+        assert box.run("ls -A | grep planted; ls -A ${TMPDIR:-/tmp} | grep planted").stdout == b""
+        box.run("echo x > planted; echo y > ${TMPDIR:-/tmp}/planted; sync")
+        if tier != "process":
+            assert box.run("rm /etc/group; ls /root; echo x > /root/planted; sync", user="root").stderr == b""
+            assert box.files.exists("/home/user/planted")
+        box.kill()
+        empty = make()  # and one that writes nothing
+        assert empty.run("ls -A | grep planted").stdout == b""
+        empty.kill()
+
+
 def test_boxes_are_listed_and_found_by_id_and_name(make: Callable[..., Any]) -> None:
     name = f"found-{os.getpid()}"
     plain, named = make(), make(name=name)
