@@ -52,7 +52,7 @@ def test_the_end_of_input_ends_a_reader(box: Any) -> None:
 
 def test_job_control(box: Any) -> None:
     shell = box.start(["/bin/bash", "--norc", "-i"], pty=(24, 80), env={"PS1": "> "})
-    shell.write(b"sh -c 'echo u\"\"p; sleep 100'\n")
+    shell.write(b"sh -c 'echo u\"\"p; exec sleep 100'\n")
     until(shell, b"up\r\n")
     shell.write(b"\x1a")
     until(shell, b"Stopped")
