@@ -279,7 +279,7 @@ class Host:
                 from .drivers.machine import copy_disk
 
                 await asyncio.to_thread(copy_disk, resume_from / "disk.img", box.spec.root.upper / "disk.img")
-            box.guest = await (driver.resume(box.spec, resume_from) if resume_from else driver.start(box.spec))
+            box.guest = await whole(driver.resume(box.spec, resume_from) if resume_from else driver.start(box.spec))
         except BaseException:
             box.state = "ended"
             self._release(box)
@@ -492,10 +492,10 @@ class Host:
             await self._connect(box)
             try:
                 if keep.exists():
-                    box.guest = await box.driver.resume(box.spec, keep)
+                    box.guest = await whole(box.driver.resume(box.spec, keep))
                     shutil.rmtree(keep, ignore_errors=True)
                 else:
-                    box.guest = await box.driver.start(box.spec)
+                    box.guest = await whole(box.driver.start(box.spec))
             except BaseException:
                 self.drop_resources(box)
                 raise
@@ -868,6 +868,18 @@ class Host:
             await asyncio.sleep(0.005)
         self.cgroups.close()
         self.disk.close(unmount=not staying)
+
+
+async def whole(start: Coroutine[Any, Any, Guest]) -> Guest:
+    """A guest's start is never left halfway, where parts of it are nobody's: when its caller leaves, it is finished and ended."""
+    task = asyncio.ensure_future(start)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            with contextlib.suppress(LayerError, OSError):
+                await (await task).kill()
+        raise
 
 
 def _lock(run: Path) -> int:
