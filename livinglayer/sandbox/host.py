@@ -823,7 +823,7 @@ class Host:
     def session_ended(self, session: str) -> None:
         """A client is gone: its ephemeral boxes go too."""
         for box in list(self.boxes.values()):
-            if box.owner == session and box.name is None:
+            if box.owner == session and box.name is None and box.state != "starting":  # who starts it sees to that
                 self.spawn_task(self.kill(box))
 
     async def close(self) -> None:
