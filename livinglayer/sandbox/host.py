@@ -17,8 +17,9 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -834,40 +835,50 @@ class Host:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=5)
-        going = [box for box in self.boxes.values() if box.name is None or not isinstance(box.guest, NamespaceGuest)]
-        for box in going:
-            with contextlib.suppress(LayerError):
+        for box in list(self.boxes.values()):
+            with _anyhow(f"box {box.id}"):
                 if box.name is None:
                     await self.kill(box)
-                elif box.state in ("running", "paused"):
+                elif not isinstance(box.guest, NamespaceGuest) and box.state in ("running", "paused"):
                     await self.suspend(box)
         await asyncio.sleep(0)  # the end of each is told by a callback
         await asyncio.sleep(0)
-        self._bury()
-        self.write_traces()
+        with _anyhow("boxes that have ended"):
+            self._bury()
+            self.write_traces()
         for box in self.boxes.values():
-            box.trace.flush()
-            box.save(self.records)
-            box.spec.cgroup.close()
+            with _anyhow(f"box {box.id}"):
+                box.trace.flush()
+                box.save(self.records)
+                box.spec.cgroup.close()
         staying = [box for box in self.boxes.values() if box.state in ("running", "paused")]
         if self.spawner:
             self.spawner.stays = bool(staying)
-        for driver in self._drivers.values():
-            with contextlib.suppress(LayerError):
+        for tier, driver in self._drivers.items():
+            with _anyhow(f"tier {tier}"):
                 await driver.close()
-        if self.zygote:
-            self.zygote.close()
-        if self.gateway:
-            self.gateway.close()
-        if self.spawner:
-            self.spawner.close()
-        kept = {str(path) for box in staying for path in box.spec.cgroup.directories.values()}
-        for _ in range(200):  # a process that is leaving holds its cgroup for a moment
-            if [remove_cgroup(path) for path in self.cgroups.leftovers(kept)].count(False) == 0:
-                break
-            await asyncio.sleep(0.005)
-        self.cgroups.close()
+        for part in (self.zygote, self.gateway, self.spawner):
+            with _anyhow(type(part).__name__):
+                if part:
+                    part.close()
+        with _anyhow("cgroups"):
+            kept = {str(path) for box in staying for path in box.spec.cgroup.directories.values()}
+            for _ in range(200):  # a process that is leaving holds its cgroup for a moment
+                if [remove_cgroup(path) for path in self.cgroups.leftovers(kept)].count(False) == 0:
+                    break
+                await asyncio.sleep(0.005)
+            self.cgroups.close()
         self.disk.close(unmount=not staying)
+
+
+@contextlib.contextmanager
+def _anyhow(what: str) -> Iterator[None]:
+    """What goes wrong at the end of one part is said, and does not keep the others from ending."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError):
+        print(f"the end of {what} went wrong:", file=sys.stderr)
+        traceback.print_exc()
 
 
 async def whole(start: Coroutine[Any, Any, Guest]) -> Guest:
