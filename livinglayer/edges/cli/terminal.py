@@ -63,7 +63,10 @@ def raw_mode(on: bool) -> Iterator[None]:
 
 def window() -> tuple[int, int]:
     """(rows, columns) of the terminal."""
-    size = shutil.get_terminal_size()
+    try:
+        size = os.get_terminal_size(sys.stdin.fileno())  # the terminal itself: LINES and COLUMNS may be of another one
+    except OSError:
+        size = shutil.get_terminal_size()
     return size.lines, size.columns
 
 
