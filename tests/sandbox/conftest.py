@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,12 +16,19 @@ def host() -> Iterator[Host]:
     made = Host()
     try:
         yield made
+        if not made.alive():
+            warnings.warn(
+                f"the host of this worker ended before its tests did; its log:\n{made.log[-3000:]}", stacklevel=1
+            )
+        made.python(
+            "Sandbox.list()"
+        )  # one that has ended is started once more: what it left is found and removed at its start
         made.hang_up()
         made.stop()
-        left = made.remains()
+        left, log = made.remains(), made.log
     finally:
         made.remove()
-    assert not left, "the host left behind:\n" + "\n".join(left)
+    assert not left, "the host left behind:\n" + "\n".join(left[:20]) + f"\nits log:\n{log[-3000:]}"
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def own_host(use: Callable[[Host], Host]) -> Iterator[Host]:
         yield use(made)
         made.hang_up()
         made.stop()
-        left = made.remains()
+        left, log = made.remains(), made.log
     finally:
         made.remove()
-    assert not left, "the host left behind:\n" + "\n".join(left)
+    assert not left, "the host left behind:\n" + "\n".join(left[:20]) + f"\nits log:\n{log[-3000:]}"

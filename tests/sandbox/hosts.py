@@ -33,11 +33,18 @@ class Host:
 
     def environment(self) -> dict[str, str]:
         """What a process needs to use this host; the caches of bases and kernels are the machine's."""
-        return {"LAYER_STATE": str(self.state), "LAYER_CACHE": CACHE}
+        return {"LAYER_STATE": str(self.state), "LAYER_CACHE": CACHE, "LAYER_HOST_IDLE": "0"}  # it ends when we say so
 
     @property
     def pid(self) -> int:
         return int((self.state / "run/host.pid").read_text())
+
+    def alive(self) -> bool:
+        """Whether its process runs, if it was ever started."""
+        try:
+            return running(self.pid)
+        except (OSError, ValueError):
+            return not (self.state / "run").exists()
 
     @property
     def log(self) -> str:
