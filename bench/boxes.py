@@ -340,7 +340,7 @@ class Bench:
 
         lines: list[Line | Failed] = []
         for tier in ("process", "namespace", "container", "gvisor", "microvm", "vm"):
-            rounds = 3 if self.quick else 9
+            rounds = 3 if self.quick else 5
             try:
                 Sandbox.create(tier=tier).kill()
                 took: dict[str, list[float]] = {}
