@@ -76,7 +76,6 @@ class Host:
         self._mask: tuple[float, tuple[str, ...]] = (-9.0, ())
         self._free = (0.0, 0)  # when the disk was last looked at, and what was free
         self.waiting = Waiting(self)
-        self._failed: dict[str, LayerError] = {}  # tiers that did not work, and why
         self._drivers: dict[str, Driver] = {}
         self._works: set[str] = set()  # tiers that were tried and work
         self.stopping = asyncio.Event()

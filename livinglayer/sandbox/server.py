@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Conflict, Invalid, LayerError, TimedOut, Unavailable
-from .agent import Writing, failure
+from .agent import Agent, Writing, failure
 from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
 from .building import build
@@ -441,12 +441,31 @@ class FileInput(Stream):
         return data
 
 
-class Reading(Stream):
+class Windowed(Stream):
+    """What a guest sends to the client: its window is given back as the client takes it."""
+
+    _agent: Agent
+    _number: int
+    _held, _owed = False, 0
+
+    def hold(self, on: bool) -> None:
+        self._held = on
+        if not on and self._owed:
+            self._agent.send(Kind.WINDOW, self._owed.to_bytes(4, "little"), self._number)
+            self._owed = 0
+
+    def gone(self) -> None:
+        self._agent.drop(self._number)
+        if not self._agent.closed:
+            self._agent.send(Kind.CANCEL, b"", self._number)
+
+
+class Reading(Windowed):
     """A file on its way to the client: the agent's window is given back as the client takes it."""
 
     def __init__(self, connection: Connection, box: Box, path: str, user: str) -> None:
         self._connection, self._agent = connection, box.agent
-        self._held, self._owed, self.size = False, 0, 0
+        self.size = 0
         self._number = self._agent.open(self._on_frame)
         self._box, self._path = box, path
         connection.stream = self
@@ -465,17 +484,6 @@ class Reading(Stream):
             else:
                 self._box.trace.add("file", act="read", path=self._path, bytes=self.size)
                 self._connection.result(self.size)
-
-    def hold(self, on: bool) -> None:
-        self._held = on
-        if not on and self._owed:
-            self._agent.send(Kind.WINDOW, self._owed.to_bytes(4, "little"), self._number)
-            self._owed = 0
-
-    def gone(self) -> None:
-        self._agent.drop(self._number)
-        if not self._agent.closed:
-            self._agent.send(Kind.CANCEL, b"", self._number)
 
 
 def _path(value: Any) -> str:
@@ -563,12 +571,11 @@ async def files_chmod(connection: Connection, request: dict[str, Any]) -> None:
     await box.agent.chmod(_path(request["path"]), int(request["mode"]), _user(box, request))
 
 
-class Conversation(Stream):
+class Conversation(Windowed):
     """A watch or a connection to a port: frames both ways until either side ends it."""
 
     def __init__(self, connection: Connection, box: Box, kind: int, payload: bytes) -> None:
         self._connection, self._agent = connection, box.agent
-        self._held, self._owed = False, 0
         self._credit, self._input = WINDOW_START, deque[bytes | None]()
         self._number = self._agent.open(self._on_frame)
         connection.stream = self
@@ -610,17 +617,6 @@ class Conversation(Stream):
         if kind == Kind.CANCEL:
             self.gone()
             self._connection.result(None)
-
-    def hold(self, on: bool) -> None:
-        self._held = on
-        if not on and self._owed:
-            self._agent.send(Kind.WINDOW, self._owed.to_bytes(4, "little"), self._number)
-            self._owed = 0
-
-    def gone(self) -> None:
-        self._agent.drop(self._number)
-        if not self._agent.closed:
-            self._agent.send(Kind.CANCEL, b"", self._number)
 
 
 @verb("files.watch")

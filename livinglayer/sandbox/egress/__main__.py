@@ -14,17 +14,9 @@ from pathlib import Path
 
 from livinglayer.sandbox.egress.gateway import Gateway
 from livinglayer.sandbox.egress.limits import Limits
+from livinglayer.settings import state_directory
 
 _PR_SET_DUMPABLE = 4
-
-
-def state_directory() -> Path:
-    """LAYER_STATE, else /var/lib/livinglayer for root, else the XDG state directory."""
-    if given := os.environ.get("LAYER_STATE"):
-        return Path(given)
-    if os.geteuid() == 0:
-        return Path("/var/lib/livinglayer")
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "livinglayer"
 
 
 def main() -> None:
