@@ -51,6 +51,29 @@ LEDGER: dict[str, tuple[list[tuple[str, str]], list[str], list[list[str]]]] = {
         ["principal", "key"], [["tx"]],
     ),
     "ledger_prune": ([("tx", "int"), ("horizon", "int")], ["tx"], []),
+    # since format 2
+    "ledger_call": (
+        [("execution", "int"), ("verb", "text"), ("function", "int"), ("version", "int"), ("arguments", "json"), ("branch", "int"),
+         ("state", "int"), ("contract", "int"), ("trigger", "int"), ("cause_tx", "int"), ("attempt", "int"), ("due", "datetime"),
+         ("key", "text"), ("seed", "text"), ("snapshot", "text"), ("permissions", "json"), ("runner", "text"), ("tx", "int")],
+        ["execution"], [["tx"], ["function"], ["cause_tx"], ["trigger"], ["due"]],
+    ),
+    "ledger_usage": (
+        [("execution", "int"), ("principal", "int"), ("contract", "int"), ("function", "int"), ("wall", "float"), ("cpu", "float"),
+         ("memory", "float"), ("sent", "int"), ("received", "int"), ("disk", "int"), ("at", "datetime"), ("tx", "int")],
+        ["execution"], [["tx"], ["principal", "at"], ["contract", "at"]],
+    ),
+    "ledger_decision": (
+        [("id", "int"), ("principal", "int"), ("action", "text"), ("resource", "text"), ("allowed", "bool"), ("permissions", "json"),
+         ("reason", "text"), ("execution", "int"), ("at", "datetime"), ("tx", "int")],
+        ["id"], [["tx"], ["principal"], ["execution"]],
+    ),
+    "ledger_lineage": (
+        [("id", "int"), ("box", "text"), ("parent", "text"), ("snapshot", "text"), ("branch", "int"), ("execution", "int"),
+         ("created", "datetime"), ("tx", "int")],
+        ["id"], [["tx"], ["box"], ["parent"]],
+    ),
+    "ledger_lease": ([("name", "text"), ("holder", "text"), ("until", "datetime"), ("value", "text")], ["name"], []),
 }  # fmt: skip
 FACTS = (
     "ledger_execution",
@@ -60,7 +83,12 @@ FACTS = (
     "ledger_snapshot",
     "ledger_key",
     "ledger_prune",
+    "ledger_call",
+    "ledger_usage",
+    "ledger_decision",
+    "ledger_lineage",
 )
+PASSING = ("ledger_lease",)  # who is at work on what now: no fact, not in a backup, may be emptied at any time
 
 
 class Stale(Exception):

@@ -17,7 +17,7 @@ from ..errors import Invalid, LimitExceeded
 from .predicates import Predicate, compile_predicate
 from .values import ENCODE, TYPES, Encode, Stored, decode
 
-FORMAT = 1
+FORMAT = 2
 FIRST_ID = 2000  # below it: the system's entities, their fields and the rows every layer begins with
 MAIN, OWNER, OWNER_PERMISSION = 1500, 1501, 1502
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -408,20 +408,23 @@ _ENTITIES: dict[str, tuple[str, dict[str, str | dict[str, Any]], list[list[str]]
     "blueprint": (
         "The shape of a box.",
         {"name": "text!", "tier": "text!", "base": "text", "limits": "json", "egress": "json", "mounts": "json",
-         "secrets": "json", "environment": "json", "idle": "json", "description": "text"},
+         "secrets": "json", "environment": "json", "idle": "json", "description": "text", "packages": "json", "slice": "bool",
+         "ports": "json", "user_name": "text"},
         [["name"]],
     ),
     "function": (
         "Logic as a row.",
         {"name": "text!", "language": "text!", "code": "text", "signature": "json", "blueprint": "ref blueprint",
-         "reads": "json", "writes": "json", "timeout": "float", "description": "text"},
+         "reads": "json", "writes": "json", "timeout": "float", "description": "text",
+         "rights": {"type": "enum", "values": ["caller", "definer"], "default": "caller"}, "retries": "json",
+         "deterministic": "bool"},
         [["name"]],
     ),
     "contract": (
         "What an agent may see and do.",
         {"name": "text!", "projections": "json", "functions": "json", "scope": "json", "blueprint": "ref blueprint",
          "minimum_tier": "text", "egress": "json", "secrets": "json", "budget": "json", "approvals": "json",
-         "description": "text"},
+         "description": "text", "reads": "json", "stops": "json", "artifacts": "json", "tier": "text"},
         [["name"]],
     ),
     "projection": (
@@ -444,6 +447,20 @@ _ENTITIES: dict[str, tuple[str, dict[str, str | dict[str, Any]], list[list[str]]
         {"name": "text!", "sealed": "text!", "description": "text"},
         [["name"]],
     ),
+    "trigger": (
+        "What calls a function: a change of rows, the end of another function, or a time.",
+        {"name": "text!", "function": "text!", "on_entity": "text", "on_actions": "json", "predicate": "text", "on_fields": "json",
+         "schedule": "text", "after_function": "text", "after_status": "text", "arguments": "json",
+         "branch": {"type": "text", "default": "main"}, "enabled": {"type": "bool", "default": True}, "retries": "json",
+         "description": "text"},
+        [["name"]],
+    ),
+    "quota": (
+        "How much of a resource a principal or a contract may use in a time.",
+        {"subject": "ref principal", "contract": "ref contract", "resource": "text!", "amount": "float!", "seconds": "int!",
+         "description": "text"},
+        [],
+    ),
 }  # fmt: skip
 
 # Append-only facts: never forked, hashed with the tx they were committed with. Read through views of these names.
@@ -460,7 +477,10 @@ _LEDGER: dict[str, tuple[str, dict[str, str]]] = {
     "execution": (
         "One run of a function, agent or command, with its scope.",
         {"id": "int", "principal": "text", "parent": "int", "box": "text", "kind": "text", "scope": "json", "reason": "text",
-         "trace": "text", "started": "datetime", "status": "text", "finished": "datetime", "result": "json"},
+         "trace": "text", "started": "datetime", "status": "text", "finished": "datetime", "result": "json", "verb": "text",
+         "function": "text", "version": "int", "arguments": "json", "branch": "text", "state": "int", "contract": "text",
+         "trigger": "text", "cause_tx": "int", "attempt": "int", "due": "datetime", "key": "text", "seed": "text",
+         "snapshot": "text", "permissions": "json", "runner": "text"},
     ),
     "step": (
         "One recorded act of an execution.",
@@ -475,45 +495,51 @@ _LEDGER: dict[str, tuple[str, dict[str, str]]] = {
         {"id": "text", "box": "text", "parent": "text", "created": "datetime"},
     ),
     "role": ("A principal that others hold.", {"id": "int", "name": "text", "attributes": "json"}),
+    "usage": (
+        "What an execution used.",
+        {"execution": "int", "principal": "text", "contract": "text", "function": "text", "wall": "float", "cpu": "float",
+         "memory": "float", "sent": "int", "received": "int", "disk": "int", "at": "datetime"},
+    ),
+    "decision": (
+        "An answer to whether someone may do something, with the permissions behind it.",
+        {"id": "int", "principal": "text", "action": "text", "resource": "text", "allowed": "bool", "permissions": "json",
+         "reason": "text", "execution": "int", "at": "datetime"},
+    ),
+    "lineage": (
+        "Where a box comes from: another box, a snapshot of it, and the branch made with it.",
+        {"id": "int", "box": "text", "parent": "text", "snapshot": "text", "branch": "text", "execution": "int",
+         "created": "datetime"},
+    ),
 }  # fmt: skip
+
+# The number of each is its place here, from 1. Append only: stored layers know them by it.
+_NUMBERED = (
+    "entity", "field", "branch", "principal", "membership", "permission", "conflict", "blueprint", "function", "contract",
+    "projection", "component", "bundle", "secret", "tx", "change", "execution", "step", "box", "snapshot", "role",
+    "trigger", "quota", "usage", "decision", "lineage",
+)  # fmt: skip
 
 
 def _system() -> Schema:
     entities = []
-    for number, (name, (description, specs, uniques)) in enumerate(_ENTITIES.items(), start=1):
+    for number, name in enumerate(_NUMBERED, start=1):
+        first = number * 40
+        if name in _LEDGER:
+            description, kinds = _LEDGER[name]
+            facts = tuple(
+                Field(place, number, label, kind, f"{label}_{place}")
+                for place, (label, kind) in enumerate(kinds.items(), first)
+            )
+            entities.append(Entity(number, name, f"ledger_{name}", "ledger", True, (), facts, description))
+            continue
+        description, specs, uniques = _ENTITIES[name]
         fields = []
-        for place, (label, spec) in enumerate(specs.items()):
-            row = _bare_field(name, label, spec)
-            fields.append(
-                field_of(
-                    {
-                        **row,
-                        "id": number * 40 + place,
-                        "entity": number,
-                        "store": f"{label}_{number * 40 + place}",
-                        "was": None,
-                    }
-                )
-            )
+        for place, (label, spec) in enumerate(specs.items(), first):
+            own = {"id": place, "entity": number, "store": f"{label}_{place}", "was": None}
+            fields.append(field_of({**_bare_field(name, label, spec), **own}))
         ids = {f.name: f.id for f in fields}
-        entities.append(
-            Entity(
-                number,
-                name,
-                f"{name}_{number}",
-                "entity",
-                True,
-                tuple(tuple(ids[n] for n in u) for u in uniques),
-                tuple(fields),
-                description,
-            )
-        )
-    for number, (name, (description, kinds)) in enumerate(_LEDGER.items(), start=len(_ENTITIES) + 1):
-        fields = [
-            Field(number * 40 + place, number, label, kind, f"{label}_{number * 40 + place}")
-            for place, (label, kind) in enumerate(kinds.items())
-        ]
-        entities.append(Entity(number, name, f"ledger_{name}", "ledger", True, (), tuple(fields), description))
+        sets = tuple(tuple(ids[n] for n in names) for names in uniques)
+        entities.append(Entity(number, name, f"{name}_{number}", "entity", True, sets, tuple(fields), description))
     return Schema(tuple(entities))
 
 

@@ -150,6 +150,17 @@ def _name(engine: Engine, entity: str, key: str) -> str:
     return f"(select n.{found.by_name['name'].store} from {engine.schema_prefix}{found.store} n where n.id = {key})"
 
 
+def _last_name(engine: Engine, entity: str, key: str) -> str:
+    """The name of a row by its id, as main has it, or had it last, or a branch has it."""
+    from .schema import SYSTEM
+
+    found = SYSTEM.by_name[entity]
+    column, table = found.by_name["name"].store, f"{engine.schema_prefix}{found.store}"
+    past = f"(select n.{column} from {table}__h n where n.id = {key} order by n.tx_to desc limit 1)"
+    beside = f"(select n.{column} from {table}__d n where n.id = {key} and n.del = 0 order by n.tx_from desc limit 1)"
+    return f"coalesce({_name(engine, entity, key)}, {past}, {beside})"
+
+
 def ledger_sql(engine: Engine, name: str) -> str:
     """The append-only facts, with names for people."""
     at = engine.schema_prefix
@@ -172,13 +183,33 @@ def ledger_sql(engine: Engine, name: str) -> str:
     if name == "execution":
         return (
             f"select x.id, {_name(engine, 'principal', 'x.principal')} as principal, x.parent, x.box, x.kind, {engine.shown('x.scope', 'json')} as scope,"
-            f" x.reason, x.trace, x.started, coalesce(o.status, 'running') as status, o.finished, {engine.shown('o.result', 'json')} as result"
-            f" from {at}ledger_execution x left join {at}ledger_outcome o on o.execution = x.id"
+            f" x.reason, x.trace, x.started, case when o.status is not null then o.status when c.due is not null and not exists"
+            f" (select 1 from {at}ledger_lease l where l.name = 'execution/' || x.id) then 'queued' else 'running' end as status,"
+            f" o.finished, {engine.shown('o.result', 'json')} as result, c.verb, {_last_name(engine, 'function', 'c.function')} as function,"
+            f" c.version, {engine.shown('c.arguments', 'json')} as arguments, {_name(engine, 'branch', 'c.branch')} as branch, c.state,"
+            f" {_last_name(engine, 'contract', 'c.contract')} as contract, {_last_name(engine, 'trigger', 'c.trigger')} as trigger, c.cause_tx,"
+            f" c.attempt, c.due, c.key, c.seed, c.snapshot, {engine.shown('c.permissions', 'json')} as permissions, c.runner"
+            f" from {at}ledger_execution x left join {at}ledger_outcome o on o.execution = x.id left join {at}ledger_call c on c.execution = x.id"
         )
     if name == "step":
         return f"select x.execution, x.n, x.kind, {engine.shown('x.detail', 'json')} as detail, x.at from {at}ledger_step x"
     if name == "box":
         return f"select x.id, x.tier, {_name(engine, 'principal', 'x.owner')} as owner, x.blueprint, x.created from {at}ledger_box x"
+    if name == "usage":
+        return (
+            f"select x.execution, {_name(engine, 'principal', 'x.principal')} as principal, {_last_name(engine, 'contract', 'x.contract')} as contract,"
+            f" {_last_name(engine, 'function', 'x.function')} as function, x.wall, x.cpu, x.memory, x.sent, x.received, x.disk, x.at from {at}ledger_usage x"
+        )
+    if name == "decision":
+        return (
+            f"select x.id, {_name(engine, 'principal', 'x.principal')} as principal, x.action, x.resource, x.allowed,"
+            f" {engine.shown('x.permissions', 'json')} as permissions, x.reason, x.execution, x.at from {at}ledger_decision x"
+        )
+    if name == "lineage":
+        return (
+            f"select x.id, x.box, x.parent, x.snapshot, {_name(engine, 'branch', 'x.branch')} as branch, x.execution, x.created"
+            f" from {at}ledger_lineage x"
+        )
     return f"select x.id, x.box, x.parent, x.created from {at}ledger_snapshot x"
 
 

@@ -47,16 +47,16 @@ def test_a_moment_that_never_was_is_invalid(shared: Layer) -> None:
 
 
 def test_the_past_of_a_branch_before_its_fork_is_its_parents(shared: Layer) -> None:
-    shared.define("lineage", {"n": "int"})
-    row = shared.insert("lineage", {"n": 1})
+    shared.define("ancestry", {"n": "int"})
+    row = shared.insert("ancestry", {"n": 1})
     first = last(shared)
-    shared.update("lineage", row, {"n": 2})
-    shared.fork("lineage_branch")
+    shared.update("ancestry", row, {"n": 2})
+    shared.fork("ancestry_branch")
     forked = last(shared)
-    shared.update("lineage", row, {"n": 3}, branch="lineage_branch")
-    shared.update("lineage", row, {"n": 4})
+    shared.update("ancestry", row, {"n": 3}, branch="ancestry_branch")
+    shared.update("ancestry", row, {"n": 4})
     read = [
-        shared.query("select n from lineage", branch="lineage_branch", as_of=tx)[0]["n"]
+        shared.query("select n from ancestry", branch="ancestry_branch", as_of=tx)[0]["n"]
         for tx in (first, forked, last(shared))
     ]
     assert read == [1, 2, 3]
