@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ..errors import Conflict, Invalid, NotFound
+from ..errors import Conflict, Denied, Invalid, NotFound
 from .catalog import Branch, Catalog
 from .engine import Session
 from .evolve import ensure_indexes, revalidate
@@ -22,6 +22,7 @@ from .views import Chain
 
 DEPTH = 64
 SCHEMA_ENTITIES = ("entity", "field")
+SECRET = SYSTEM.by_name["secret"].id
 
 
 @dataclass(frozen=True)
@@ -388,6 +389,8 @@ def _merge_row(work: Work, tx: Tx, entity: Entity | None, known: Entity, table: 
         return found
 
     b, o, t = states(entity or known)
+    if known.id == SECRET:
+        b, o = _same_keys(b, o, t)
     if _equal(o, b) or (_equal(o, t) and entity is not None):
         return
     if entity is None:  # the target dropped the entity whose rows the branch changed
@@ -418,6 +421,18 @@ def _merge_row(work: Work, tx: Tx, entity: Entity | None, known: Entity, table: 
                 )
     if not _equal(wanted, t):
         _take(tx, entity, table, row_id, t, wanted, plan)
+
+
+def _same_keys(b: Any, o: Any, t: Any) -> tuple[Any, Any]:
+    """Base and ours of a secret as if no side had wrapped its data key anew: only another value is a change."""
+
+    def value(row: Any) -> Any:
+        return None if row is None else str(row["sealed"]).rpartition(".")[2]
+
+    kept = value(o) == value(b)
+    if b is not None and t is not None and value(t) == value(b):
+        b = {**b, "sealed": t["sealed"]}
+    return b, {**o, "sealed": b["sealed"]} if kept and o is not None else o
 
 
 def _equal(a: Mapping[str, Stored] | None, b: Mapping[str, Stored] | None) -> bool:
@@ -632,6 +647,10 @@ def resolve(
         if row["status"] == "closed":
             raise Conflict(f"conflict {conflict} is closed")
         work.catalog.policy(work.session, execution.principal, work.version).require("merge", f"branch:{row['target']}")
+        if "value" in resolution and row["entity"] == "secret" and row["field"] != "description":
+            raise Denied(
+                "a secret's value is set, not resolved", hint="take ours or theirs; a value would be kept in clear"
+            )
         if "value" in resolution and row["field"] is not None:
             known = _conflict_field(work.catalog, work.session, work.version, row)
             if known is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .engine import Session
 
 WRITES = ("insert", "update", "delete")
-ACTIONS = ("read", *WRITES, "write", "fork", "merge", "define", "grant", "impersonate", "call", "*")
+ACTIONS = ("read", *WRITES, "write", "fork", "merge", "define", "grant", "impersonate", "call", "use", "*")
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,11 @@ def parse_one(rule: object) -> Rule:
     raise Invalid(f"egress rule {rule!r} is neither text nor a mapping", hint='"pypi.test" or {"host": "pypi.test"}')
 
 
+def spelled(rule: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A rule as a mapping, however it was written."""
+    return _from_string(rule) if isinstance(rule, str) else dict(rule)
+
+
 def _from_string(text: str) -> dict[str, Any]:
     scheme, mark, rest = text.partition("://")
     found: dict[str, Any] = {}
