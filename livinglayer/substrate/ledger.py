@@ -30,7 +30,7 @@ from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
 GUARDED = frozenset(
-    {"entity", "field", "branch", "permission", "principal", "membership", "conflict"}
+    {"entity", "field", "branch", "permission", "principal", "membership", "conflict", "secret"}
 )  # changed by verbs of their own
 GOVERNING = frozenset({"entity", "field", "permission", "principal", "membership"})  # a change of these ends an epoch
 VERBS = {
@@ -41,6 +41,7 @@ VERBS = {
     "principal": "principal",
     "membership": "principal",
     "conflict": "resolve",
+    "secret": "call",
 }
 
 
