@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
@@ -32,7 +32,10 @@ MAIN_CHAIN: Chain = (Level(MAIN),)
 GUARDED = frozenset(
     {"entity", "field", "branch", "permission", "principal", "membership", "conflict", "secret"}
 )  # changed by verbs of their own
-GOVERNING = frozenset({"entity", "field", "permission", "principal", "membership"})  # a change of these ends an epoch
+GOVERNING = frozenset(
+    {"entity", "field", "permission", "principal", "membership", "blueprint", "function", "contract", "projection",
+     "trigger", "quota"}
+)  # a change of these ends an epoch  # fmt: skip
 VERBS = {
     "entity": "define",
     "field": "alter",
@@ -45,6 +48,9 @@ VERBS = {
 }
 
 
+_Denial = tuple[Stored, ...]  # columns of ledger_decision after its id
+_DENIALS = 1000  # kept until a tx records them
+_CALL = tuple(name for name, _ in LEDGER["ledger_call"][0][1:-1])  # without execution and tx
 OVER = "select 1 from {}ledger_outcome where execution = ?"
 
 
@@ -95,6 +101,11 @@ class Execution:
     trace: str | None = None
     id: int | None = None  # given with its first tx
     open: bool = True
+    tier: str = "process"  # of the box it runs in
+    blueprint: str | None = None
+    call: Mapping[str, Any] | None = None  # what was asked, as columns of ledger_call
+    authority: int | None = None  # whose permissions decide, where these are not the principal's own
+    brief: bool = False  # its first tx is its only one, and ends it
     _predicates: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -125,6 +136,8 @@ class Work:
         self.tables: dict[Any, Table] = {}
         self.opened: list[Execution] = []
         self.checked: set[int] = set()
+        self.acting: Any = None  # the execution of the tx begun last: whom a refusal is recorded of
+        self.denials: list[_Denial] = []  # refusals recorded with this work
 
     def new_id(self) -> int:
         self.clock.next_id += 1
@@ -147,6 +160,7 @@ class Work:
 
     def admit(self, execution: Execution) -> None:
         """The execution is one this ledger opened, and is not over."""
+        self.acting = execution
         if not isinstance(execution, Execution) or execution not in self.ledger.executions or not execution.open:
             raise Denied("a mutation happens inside an open execution", hint="open one with layer.execution(...)")
         if execution.id is not None and execution.id not in self.checked:
@@ -154,6 +168,12 @@ class Work:
                 execution.open = False
                 raise Denied(f"execution {execution.id} is over", hint="open another one")
             self.checked.add(execution.id)
+
+    def undone(self) -> None:
+        """Nothing of this was committed: what it had given is taken back."""
+        for execution in self.opened:
+            execution.id = None
+        self.ledger.denials[:0] = self.denials
 
     def finish(self) -> None:
         c = self.clock
@@ -171,8 +191,10 @@ class Tx:
     def __init__(
         self, work: Work, execution: Execution, branch: str | Branch = "main", reason: str | None = None, cause: str | None = None,
         key: str | None = None, seen: Iterable[tuple[str, int, int]] = (), merged_from: int | None = None, deferred: bool = True,
+        bare: bool = False,
     ) -> None:  # fmt: skip
         work.admit(execution)
+        self.bare = bare  # records facts only, so that no scope or branch is asked for
         self.work, self.session, self.engine, self.execution = work, work.session, work.engine, execution
         self.number = work.clock.tx + 1
         self.reason, self.cause, self.merged_from, self.key = (
@@ -192,9 +214,10 @@ class Tx:
                 work.catalog.chain(work.session, found),
                 work.catalog.slices(work.session, found),
             )
-        if execution.scope.branch not in (None, self.name):
+        if execution.scope.branch not in (None, self.name) and not bare:
             raise Denied(f"execution is scoped to branch {execution.scope.branch!r}, not {self.name!r}")
-        self.policy: Policy = work.catalog.policy(work.session, execution.principal, work.version)
+        deciding = execution.principal if execution.authority is None else execution.authority
+        self.policy: Policy = work.catalog.policy(work.session, deciding, work.version)
         self.changes: dict[tuple[int, int], tuple[str, bytes]] = {}
         self.touched: dict[tuple[str, int], set[str]] = {}  # entity name and id: fields set, for the checks at the end
         self.facts: list[tuple[str, list[Stored]]] = []
@@ -212,24 +235,37 @@ class Tx:
 
     # What people call
 
-    def insert(self, entity: str, values: Mapping[str, Any], loading: bool = False) -> int:
-        """Add a row and return its id; Invalid, Conflict or Denied when it may not be. One that is `loading` has a past."""
+    def insert(
+        self, entity: str, values: Mapping[str, Any], loading: bool = False, number: int | None = None
+    ) -> int:
+        """Add a row and return its id; Invalid, Conflict or Denied when it may not be. One that is `loading` has a past.
+
+        `number` is an id that was reserved for it.
+        """
         found = self._writable(entity)
         if not isinstance(values, Mapping):
             raise Invalid(f"a row of {entity!r} is a dict of its fields, not {type(values).__name__}")
-        return self.add(found, self._encoded(found, values), given=values.keys(), loading=loading)
+        return self.add(found, self._encoded(found, values), number, given=values.keys(), loading=loading)
 
-    def update(self, entity: str, number: int, values: Mapping[str, Any], expect: int | None = None) -> int:
-        """Set fields of a row and return the tx, its new version; NotFound, Conflict when it changed since `expect`."""
+    def update(
+        self, entity: str, number: int, values: Mapping[str, Any], expect: int | None = None, since: int | None = None
+    ) -> int:
+        """Set fields of a row and return the tx, its new version; NotFound, Conflict when it is not the version `expect`.
+
+        Conflict too when another tx has changed it after the tx `since`.
+        """
         found = self._writable(entity)
         if not isinstance(values, Mapping):
             raise Invalid(f"new values of {entity!r} are a dict of fields, not {type(values).__name__}")
-        self.change(found, _id(number), self._encoded(found, values, partial=True), expect)
+        self._since(found, _id(number), since)
+        self.change(found, number, self._encoded(found, values, partial=True), expect)
         return self.number
 
-    def delete(self, entity: str, number: int, expect: int | None = None) -> int:
+    def delete(self, entity: str, number: int, expect: int | None = None, since: int | None = None) -> int:
         """Remove a row (its history stays) and what cascades from it; Conflict when something refers to it."""
-        self.remove(self._writable(entity), _id(number), expect)
+        found = self._writable(entity)
+        self._since(found, _id(number), since)
+        self.remove(found, number, expect)
         return self.number
 
     def upsert(self, entity: str, values: Mapping[str, Any], on: Sequence[str]) -> int:
@@ -253,9 +289,11 @@ class Tx:
     def _writable(self, name: str) -> Entity:
         entity = self.schema.get(name)
         if entity.kind == "ledger":
-            raise Denied(f"{name!r} is the ledger's own: facts are recorded, not written")
+            raise Denied(f"{name!r} is the ledger's own: facts are recorded, not written", resource=name)
         if name in GUARDED:
-            raise Denied(f"{name!r} is changed by verbs of its own", hint=f"see layer.{VERBS[name]}(...)")
+            raise Denied(
+                f"{name!r} is changed by verbs of its own", hint=f"see layer.{VERBS[name]}(...)", resource=name
+            )
         return entity
 
     def _encoded(self, entity: Entity, values: Mapping[str, Any], partial: bool = False) -> dict[str, Stored]:
@@ -450,6 +488,13 @@ class Tx:
                 hint="read it again and decide anew",
             )
 
+    def _since(self, entity: Entity, number: int, tx: int | None) -> None:
+        if tx is None:
+            return
+        row = self.work.table(entity).get(self.session, self.chain, number)
+        if row is not None and tx < row.version != self.number:
+            raise Conflict(f"{entity.name}/{number} has changed since tx {tx}", hint="read it again and decide anew")
+
     def _unchanged(self, entity: str, number: int, tx: int) -> None:
         """What the caller read is still so."""
         found = self.schema.get(entity)
@@ -466,6 +511,8 @@ class Tx:
         values: list[Stored] | None,
         places: tuple[int, ...],
     ) -> None:
+        if self.bare:
+            raise Denied("this tx records facts only")
         key = (entity.id, number)
         self.session.forget(table.store, number)
         before = self.changes.get(key)
@@ -526,18 +573,30 @@ class Tx:
                     ):
                         raise NotFound(f"there is no {entity.name}/{number}")
                     raise Denied(f"{who} may not {action} {entity.name}{'' if row is None else f'/{number}'}: {why}", hint=f"layer can {who} {action} {entity.name}",
-                                 rows=[g.id for g, _ in (*rules.denies, *rules.allows)])  # fmt: skip
+                                 rows=[g.id for g, _ in (*rules.denies, *rules.allows)], action=action, resource=entity.name)  # fmt: skip
         if scope is not None:
             part = scope.get(entity.name)
             if part is None or action not in (part.get("actions") or (action,)):
-                raise Denied(f"the execution's scope does not cover {action} of {entity.name!r}")
+                raise Denied(
+                    f"the execution's scope does not cover {action} of {entity.name!r}",
+                    action=action,
+                    resource=entity.name,
+                )
             outside = fields - set(part["fields"]) if part.get("fields") is not None and action != "delete" else set()
             if outside:
-                raise Denied(f"the execution's scope does not cover {entity.name}.{sorted(outside)[0]}")
+                raise Denied(
+                    f"the execution's scope does not cover {entity.name}.{sorted(outside)[0]}",
+                    action=action,
+                    resource=f"{entity.name}.{sorted(outside)[0]}",
+                )
             if part.get("where"):
                 predicate = self._scoped(entity, part["where"])
                 if any(predicate.test(Env(state, self.policy.me, self._follow)) is not True for state in states):
-                    raise Denied(f"{entity.name}/{number} is outside the execution's scope ({part['where']})")
+                    raise Denied(
+                        f"{entity.name}/{number} is outside the execution's scope ({part['where']})",
+                        action=action,
+                        resource=f"{entity.name}/{number}",
+                    )
         if self.slices and action != "delete" and not self._in_slice(entity, table, number, values):
             raise Denied(f"{entity.name}/{number} would leave the slice of branch {self.name!r}")
 
@@ -650,6 +709,8 @@ class Tx:
         """Record a ledger row with this tx (its tx column comes last)."""
         columns = LEDGER[table][0]
         row = [*values, self.number] if table != "ledger_prune" else list(values)
+        stored = {"bool": int, "float": float}  # a hash sees what the engine gives back
+        row = [stored[kind](v) if kind in stored and v is not None else v for (_, kind), v in zip(columns, row, strict=True)]
         native = [self.engine.native(kind, v) for (_, kind), v in zip(columns, row, strict=True)]
         self.session.run(f"insert into {self.engine.schema_prefix}{table} values ({marks(len(row))})", native)
         self.facts.append((table, row))
@@ -682,8 +743,11 @@ class Tx:
             if row is not None:
                 self._between(entity, table, number, row.values, names)
 
-    def finish(self, result: Any = None, end: str | None = None) -> int:
-        """Check what spans rows, then record the tx; returns its number. `end` is how its execution ends with it."""
+    def finish(self, result: Any = None, end: str | None = None, outcome: Any = None) -> int:
+        """Check what spans rows, then record the tx; returns its number.
+
+        `end` is how its execution ends with it, `outcome` what came of it.
+        """
         self.check()
         self.result = result
         work, execution, clock = self.work, self.execution, self.work.clock
@@ -692,7 +756,7 @@ class Tx:
             execution.id = work.new_id()
             work.opened.append(execution)
             box = f"b{execution.id}"
-            self.fact("ledger_box", box, "process", execution.principal, None, at)
+            self.fact("ledger_box", box, execution.tier, execution.principal, execution.blueprint, at)
             self.fact(
                 "ledger_execution",
                 execution.id,
@@ -705,8 +769,15 @@ class Tx:
                 execution.trace,
                 at,
             )
+            if execution.call is not None:
+                self.fact("ledger_call", execution.id, *[execution.call.get(name) for name in _CALL])
+        end = "done" if execution.brief and end is None else end
         if end is not None:
-            self.fact("ledger_outcome", execution.id, end, at, None)
+            said = None if outcome is None else json_text("result", outcome)
+            self.fact("ledger_outcome", execution.id, end, at, said)
+        for denial in work.ledger.take_denials():
+            work.denials.append(denial)
+            self.fact("ledger_decision", work.new_id(), *denial)
         if self.key is not None and self._request:
             self.fact("ledger_key", execution.principal, self.key, self._request[0], json_text("result", result))
         own = (
@@ -785,6 +856,9 @@ class Ledger:
         # Of the last write of main: what swift ones go by.
         self.known: tuple[Work, dict[int, Policy], Schema] | None = None
         self.reads: dict[str, str] = {}  # the statement that reads a row of main, by entity
+        self.denials: list[_Denial] = []  # refused and not recorded yet: the next tx does
+        self._unrecorded = 0  # refusals beyond those kept
+        self._reserved = range(0)
         self._writing = threading.Lock()
         self._mutex = threading.Lock()
         self._queue: list[_Request] = []
@@ -799,7 +873,7 @@ class Ledger:
         parent: int | None = None,
         trace: str | None = None,
     ) -> Execution:
-        """Open an execution; its row is written with its first tx."""
+        """Open an execution; its row is written with its first tx, or when it is intended."""
         execution = Execution(principal, Scope.of(scope), kind, reason, parent, trace)
         self.executions.add(execution)
         return execution
@@ -816,6 +890,186 @@ class Ledger:
         finally:
             execution.open = False
             self.executions.discard(execution)
+
+    # Intent, act, outcome
+
+    def intend(self, execution: Execution, also: Callable[[Tx], Any] | None = None) -> int:
+        """Commit that an execution is going to happen, before it does; its id. `also` may record more with it."""
+
+        def run(work: Work) -> int:
+            tx = Tx(work, execution, reason=execution.reason, bare=True)
+            if also is not None:
+                also(tx)
+            tx.finish()
+            assert execution.id is not None
+            return execution.id
+
+        return int(self.submit(run))
+
+    def resume(self, number: int) -> Execution:
+        """An execution that was intended and is not over, to be run here and now; Conflict when it is over."""
+        at = self.engine.schema_prefix
+        with self.engine.reading() as session:
+            shown = [self.engine.portable(f"c.{name}", kind) for name, kind in LEDGER["ledger_call"][0][1:-1]]
+            row = session.one(
+                f"select x.principal, x.parent, x.kind, {self.engine.portable('x.scope', 'json')}, x.reason, x.trace, b.tier, b.blueprint,"
+                f" {', '.join(shown)} from {at}ledger_execution x join {at}ledger_call c on c.execution = x.id"
+                f" left join {at}ledger_box b on b.id = x.box where x.id = ?",
+                (number,),
+            )
+            over = session.one(OVER.format(at), (number,))
+        if row is None:
+            raise NotFound(f"there is no execution {number}")
+        if over:
+            raise Conflict(f"execution {number} is over")
+        principal, parent, kind, scope, reason, trace, tier, blueprint = row[:8]
+        execution = Execution(
+            principal, Scope.of(json.loads(scope)), kind, reason, parent, trace, number, True, tier or "process", blueprint
+        )
+        execution.call = dict(zip(_CALL, row[8:], strict=True))
+        self.executions.add(execution)
+        return execution
+
+    def conclude(
+        self,
+        execution: Execution,
+        status: str,
+        result: Any = None,
+        *,
+        writes: Callable[[Tx], Any] | None = None,
+        branch: str = "main",
+        reason: str | None = None,
+        facts: Iterable[tuple[str, tuple[Stored, ...]]] = (),
+        also: Callable[[Tx], Any] | None = None,
+    ) -> int:
+        """End an execution with all it wrote and what came of it, in one tx; its number.
+
+        When `writes` is refused nothing is written and the execution stays open. `facts` are rows of ledger tables.
+        """
+
+        def run(work: Work) -> int:
+            tx = Tx(work, execution, branch, reason, bare=writes is None)
+            if writes is not None:
+                with _Savepoint(work):
+                    writes(tx)
+                    tx.check()
+                    tx.touched.clear()
+            for table, values in facts:
+                tx.fact(table, *values)
+            if also is not None:
+                also(tx)
+            return tx.finish(end=status, outcome=result)
+
+        number = int(self.submit(run))
+        execution.open = False
+        self.executions.discard(execution)
+        return number
+
+    def write(self, execution: Execution, branch: str, act: Callable[[Tx], Any], reason: str | None = None) -> Any:
+        """Changes as one tx: all or nothing, sharing a commit with others. What `act` gives."""
+
+        def run(work: Work) -> Any:
+            tx = Tx(work, execution, branch, reason)
+            with _Savepoint(work):
+                result = act(tx)
+                tx.check()
+                tx.touched.clear()
+            tx.finish(result)
+            return result
+
+        return self.submit(run)
+
+    def note(self, execution: Execution, facts: Iterable[tuple[str, tuple[Stored, ...]]]) -> int:
+        """Record facts of an execution that goes on."""
+
+        def run(work: Work) -> int:
+            tx = Tx(work, execution, bare=True)
+            for table, values in facts:
+                tx.fact(table, *values)
+            return tx.finish()
+
+        return int(self.submit(run))
+
+    def let_go(self, execution: Execution) -> None:
+        """This process is done with an execution that has ended elsewhere, or will."""
+        execution.open = False
+        self.executions.discard(execution)
+
+    def rehearse(self, execution: Execution, branch: str, act: Callable[[Tx], Any]) -> Any:
+        """What `act` would give, or the error it would meet; nothing is kept."""
+        if not self._writing.acquire(timeout=self.settings.busy_seconds):
+            raise Unavailable("another transaction holds the layer", hint="try again")
+        try:
+            session = self.engine.begin()
+            work: Work | None = None
+            try:
+                with self.engine.translating():
+                    work = Work(self, session)
+                    tx = Tx(work, execution, branch)
+                    result = act(tx)
+                    tx.check()
+                    return result
+            except Denied as error:
+                self.denied(execution, error)
+                raise
+            finally:
+                self.engine.rollback()
+                if work is not None:
+                    work.undone()
+        finally:
+            self._writing.release()
+
+    def reserve(self, count: int = 1) -> range:
+        """Ids that nobody else will get."""
+        with self._mutex:
+            held, self._reserved = self._reserved, range(0)
+        if len(held) < count:
+            with self.work() as work:
+                held = range(work.clock.next_id, work.clock.next_id + max(256, count))
+                work.clock.next_id = held.stop
+        with self._mutex:
+            if len(held) - count > len(self._reserved):
+                self._reserved = held[count:]
+        return held[:count]
+
+    # Refusals
+
+    def denied(self, execution: Any, error: Denied, action: str = "write", resource: str = "") -> None:
+        """Keep a refusal: the next tx of this ledger records it."""
+        genuine = isinstance(execution, Execution) and (execution in self.executions or execution.id is not None)
+        details = error.details
+        denial: _Denial = (
+            execution.principal if genuine else None,
+            str(details.get("action") or action),
+            str(details.get("resource") or resource),
+            False,
+            json_text("rows", list(details.get("rows") or ())),  # type: ignore[call-overload]
+            error.message[:2000],
+            execution.id if genuine else None,
+            now(),
+        )
+        with self._mutex:
+            if len(self.denials) < _DENIALS:
+                self.denials.append(denial)
+            else:
+                self._unrecorded += 1
+
+    def take_denials(self) -> list[_Denial]:
+        if not self.denials:
+            return []
+        with self._mutex:
+            found, self.denials = self.denials, []
+            if self._unrecorded:
+                found.append(
+                    (None, "write", "", False, "[]", f"{self._unrecorded} more refusals", None, now())
+                )  # a flood is counted, not kept
+                self._unrecorded = 0
+        return found
+
+    def flush(self, execution: Execution) -> None:
+        """Record refusals that no tx has taken along yet."""
+        if self.denials:
+            self.note(execution, ())
 
     def work(self, timeout: float | None = None) -> _Exclusive:
         """The layer for one writer, until the block ends: committed, or rolled back by an exception."""
@@ -876,6 +1130,8 @@ class Ledger:
         """Whether an update is decided by its values alone: no condition, check, state, other row or content is involved."""
         if (
             execution.id is None
+            or execution.brief
+            or execution.authority is not None
             or execution.scope != Scope()
             or policy.expired()
             or entity.system
@@ -959,15 +1215,36 @@ class Ledger:
                             request.result, request.error = request.act(work), None
                         except LayerError as error:  # it was refused before it wrote anything
                             request.error = error
+                            if isinstance(error, Denied):
+                                self.denied(work.acting, error)
                     work.finish()
             except BaseException as error:
                 raise _Spoiled from error
             self.engine.commit(session)
         except BaseException:
             self.engine.rollback()
-            for execution in work.opened if work is not None else ():
-                execution.id = None
+            if work is not None:
+                work.undone()
             raise
+
+
+class _Savepoint:
+    """Part of a work that is undone alone when it is refused."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def __enter__(self) -> None:
+        self.kept = (replace(self.work.clock), self.work.version)
+        self.work.session.run("savepoint part")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None and not isinstance(error, LayerError):
+            return  # the engine failed: the whole transaction is undone
+        if error is not None:
+            self.work.session.run("rollback to savepoint part")
+            self.work.clock, self.work.version = self.kept
+        self.work.session.run("release savepoint part")
 
 
 class _Spoiled(Exception):
@@ -1010,8 +1287,9 @@ class _Exclusive:
             ledger.engine.commit(self.work.session)
         except BaseException:
             ledger.engine.rollback()
-            for execution in self.work.opened:
-                execution.id = None
+            self.work.undone()
+            if isinstance(error, Denied):
+                ledger.denied(self.work.acting, error)
             with ledger.engine.translating():
                 raise
         finally:
