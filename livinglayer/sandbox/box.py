@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +58,9 @@ class Box:
         self.requests = {"allow": 0, "deny": 0, "up": 0, "down": 0}
         self._oom = 0
         self.environment: dict[str, str] = {}
+        self.labels: dict[str, str] = {}
+        self.token: str | None = None  # of its channel
+        self.channel: socket.socket | None = None  # a listener of its own, where there is no network of its own
 
     @property
     def agent(self) -> Agent:
@@ -130,6 +134,7 @@ class Box:
             "parent": self.parent,
             "snapshot": self.snapshot,
             "pid": self.guest.pid if self.guest else None,
+            "labels": dict(self.labels),
         }
 
     # ---- what outlives the host ----
@@ -145,6 +150,8 @@ class Box:
             "created": self.created,
             "parent": self.parent,
             "snapshot": self.snapshot,
+            "labels": self.labels,
+            "token": self.token,
             "cgroup": {controller: str(path) for controller, path in self.spec.cgroup.directories.items()},
         }
 

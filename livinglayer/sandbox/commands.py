@@ -44,6 +44,22 @@ def encode_exec(
     return payload
 
 
+class Stream:
+    """Where the input of a connection goes while it streams, and what to do when its client keeps up again or leaves."""
+
+    def input(self, data: bytes | None) -> None:
+        """Bytes of the client's, None at their end."""
+
+    def control(self, kind: int, payload: bytes) -> None:
+        """SIGNAL, RESIZE, CANCEL."""
+
+    def hold(self, on: bool) -> None:
+        """The client can't keep up, or can again."""
+
+    def gone(self) -> None:
+        """The client has left."""
+
+
 class Command:
     """A command that runs or has run."""
 
@@ -256,4 +272,4 @@ def exec_flags(pty: bool, stdin: bool) -> int:
     return (PTY if pty else 0) | (STDIN if stdin else 0)
 
 
-__all__ = ["Command", "encode_exec", "exec_flags"]
+__all__ = ["Command", "Stream", "encode_exec", "exec_flags"]

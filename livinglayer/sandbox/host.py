@@ -15,11 +15,12 @@ import resource
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from .disk import Disk
 from .driver import Driver, Guest, Root, Spec
 from .drivers.namespace import NamespaceDriver, NamespaceGuest, Spawner
 from .drivers.process import ProcessDriver
+from .egress.netns import CHANNEL_PORT, GATEWAY
 from .egress.tls import Authority
 from .images import Images
 from .layers import Layers, chain_of
@@ -169,7 +171,7 @@ class Host:
 
     async def create(
         self,
-        given: dict[str, Any],
+        given: dict[str, Any] | Blueprint,
         *,
         owner: str | None,
         name: str | None = None,
@@ -178,11 +180,16 @@ class Host:
         warm: bool = True,
         record: str | None = None,
         replay: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        token: str | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> Box:
         """Make a box of this shape and start it."""
         secret_values = secret_values or {}
-        blueprint = Blueprint.of(given | ({"secrets": list(secret_values)} if secret_values else {}))
+        blueprint = given if isinstance(given, Blueprint) else Blueprint.of(given)
+        if secret_values:
+            blueprint = blueprint.changed(secrets=tuple(secret_values))
+        _check_labels(labels or {})
         if blueprint.tier in VIRTUAL and blueprint.base == "host":  # another kernel can't be shown this machine's files
             blueprint = blueprint.changed(base="debian")
         self._check_name(name)
@@ -203,7 +210,8 @@ class Host:
                 if name is not None:
                     self.names.pop(name, None)
                 raise
-        box.snapshot = snapshot
+        box.snapshot, box.labels, box.token = snapshot, dict(labels or {}), token
+        self._name_channel(box)
         if box.network and self.gateway:
             box.secrets = secret_values
             try:
@@ -234,6 +242,24 @@ class Host:
         if warm and WARM and name is None and blueprint.tier == "namespace" and not blueprint.mounts:
             self.waiting.prepare(blueprint, layers)
         return box
+
+    def channel(self, box: Box) -> tuple[int, str]:
+        """What programs of a box reach at their LAYER_URL: a listener, and the beginning of that address."""
+        if box.network:
+            box.network.lent = True
+            return box.network.channel, f"http://{GATEWAY}:{CHANNEL_PORT}"
+        if box.state == "ended":
+            raise Conflict(f"box {box.id!r} has ended")
+        if box.driver.capabilities.egress:  # suspended: it has a network again when it goes on
+            raise Conflict(f"box {box.id!r} is {box.state}", hint=f"layer box resume {box.name or box.id}")
+        if box.channel is None:
+            box.channel = socket.create_server(("127.0.0.1", 0), backlog=1024)
+            box.channel.setblocking(False)
+        return box.channel.fileno(), f"http://127.0.0.1:{box.channel.getsockname()[1]}"
+
+    def _name_channel(self, box: Box) -> None:
+        if box.token is not None:
+            box.environment["LAYER_URL"] = f"{self.channel(box)[1]}/{box.token}"
 
     def _check_name(self, name: str | None) -> None:
         if name is not None and (not isinstance(name, str) or not NAME.fullmatch(name)):
@@ -421,6 +447,9 @@ class Host:
         if box.root_fd is not None:
             os.close(box.root_fd)
             box.root_fd = None
+        if box.channel is not None:
+            box.channel.close()
+            box.channel = None
         if box.name and self.spawner and box.blueprint.tier in VIRTUAL:
             self.spawn_task(self._let_go(self.spawner, box.id))
         # Once: by the time a suspended box is killed, the group it had may be another's.
@@ -503,6 +532,7 @@ class Host:
             self.live(box)
             await self._hold(box)
             box.environment |= extra
+            self._name_channel(box)
             if box.network and self.gateway:
                 await self.gateway.serve(box.id, box.network, box.blueprint.egress, box.secrets)
         elif box.state == "running":
@@ -868,6 +898,13 @@ class Host:
                 await asyncio.sleep(0.005)
             self.cgroups.close()
         self.disk.close(unmount=not staying)
+
+
+def _check_labels(labels: object) -> None:
+    if not isinstance(labels, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, str) for key, value in labels.items()
+    ):
+        raise Invalid(f"labels {labels!r} are not texts by name")
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ class Network:
     dns: int
     channel: int
     used: bool = False  # the gateway has served it: not to be given to another box
+    lent: bool = False  # nor one whose channel somebody outside has had
 
     @property
     def fds(self) -> list[int]:
@@ -185,7 +186,7 @@ class Gateway:
         waits = select.poll()
         for fd in (network.tcp, network.dns, network.channel):
             waits.register(fd, select.POLLIN)
-        if network.used or self._closing or len(self._spare) >= REUSED or waits.poll(0):
+        if network.used or network.lent or self._closing or len(self._spare) >= REUSED or waits.poll(0):
             network.close()
         else:
             self._spare.append(network)
@@ -254,6 +255,11 @@ class Gateway:
                     self._request({"do": "close", "box": box}).add_done_callback(_ignore)
                 except Unavailable:
                     pass
+
+    async def finish(self, box: str) -> None:
+        """Let the gateway end what the box has open; returns when it has told of all of it."""
+        if (found := self._open.pop(box, None)) and found[0].used:
+            await self._request({"do": "close", "box": box})
 
     def close(self) -> None:
         """End the gateway."""

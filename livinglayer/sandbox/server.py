@@ -19,8 +19,9 @@ from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
 from .building import build
 from .changes import Change
-from .commands import Command, encode_exec, exec_flags
+from .commands import Command, Stream, encode_exec, exec_flags
 from .host import Host
+from .runs import Run
 from .trace import read as read_trace
 from .trace import tail
 from .wire import (
@@ -42,22 +43,6 @@ from .wire import (
 
 FLOOD = 64 << 20  # bytes that may wait for a client before it is hung up on
 HIGH = 1 << 20  # bytes that may wait for a slow client before its command is held
-
-
-class Stream:
-    """Where the input of a connection goes while it streams, and what to do when its client keeps up again or leaves."""
-
-    def input(self, data: bytes | None) -> None:
-        """Bytes of the client's, None at their end."""
-
-    def control(self, kind: int, payload: bytes) -> None:
-        """SIGNAL, RESIZE, CANCEL."""
-
-    def hold(self, on: bool) -> None:
-        """The client can't keep up, or can again."""
-
-    def gone(self) -> None:
-        """The client has left."""
 
 
 class Connection(asyncio.Protocol):
@@ -102,12 +87,14 @@ class Connection(asyncio.Protocol):
         self.transport = transport
         transport.set_write_buffer_limits(high=HIGH)
         peer: socket.socket = transport.get_extra_info("socket")
+        self._raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, peer.fileno())  # the same: it can send fds
         _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid not in (os.geteuid(), 0):
             transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.gone = True
+        self._raw.detach()
         if self.stream:
             self.stream.gone()
         if self._task:
@@ -147,6 +134,14 @@ class Connection(asyncio.Protocol):
             if self.transport.get_write_buffer_size() > FLOOD:
                 self.transport.abort()
 
+    def send_fds(self, kind: int, payload: bytes, fds: list[int]) -> None:
+        """One frame with file descriptors, to a client that waits for just that."""
+        try:
+            if not self.gone:
+                socket.send_fds(self._raw, [HEAD.pack(len(payload), 0, kind) + payload], fds)
+        except OSError:
+            self.transport.abort()
+
     def result(self, value: Any) -> None:
         """The end of a request that went well; long answers come in parts."""
         self.stream = None
@@ -178,6 +173,8 @@ class Connection(asyncio.Protocol):
             verb = request.pop("do")
         except (ValueError, KeyError, AttributeError, TypeError):
             return self.error(Invalid("the request is not a JSON object with 'do'"))
+        if isinstance(self.stream, Run) and self.stream.over:
+            self.stream.release()
         if self.stream or (self._task and not self._task.done()):
             return self.error(Conflict("this connection is busy with another request"))
         self.host.used = time.monotonic()
@@ -186,6 +183,10 @@ class Connection(asyncio.Protocol):
                 box = self.host.find(request["box"])
                 if not box.asleep and box.state == "running":
                     return start_command(self, box, request)
+            if verb == "once":
+                run = Run(self, self.host, request)
+                self.stream = run
+                return run.begin()
             handler = VERBS.get(verb)
             if handler is None:
                 raise Invalid(f"there is no request {verb!r}")

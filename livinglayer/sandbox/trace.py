@@ -3,7 +3,7 @@
 import collections
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ class Trace:
         self._latest: collections.deque[dict[str, Any]] = collections.deque(maxlen=LATEST)
         self._pending: list[dict[str, Any]] = []
         self._size, self.dropped = 0, 0
+        self.also: Callable[[dict[str, Any]], None] | None = None  # hears of every event at once
 
     def add(self, event: str, **fields: Any) -> dict[str, Any]:
         """Record one event with the time."""
         entry = {"at": time.time(), "event": event, **fields}
         self._latest.append(entry)
         self._pending.append(entry)
+        if self.also:
+            self.also(entry)
         if len(self._pending) >= 1000:
             self.flush()
         return entry

@@ -18,6 +18,7 @@ from .native import build
 from .wire import STDERR, STDOUT
 
 PYTHON = "/usr/bin/python3"  # the interpreter that boxes on the host's files see too
+INLINE, MESSAGE = 100_000, 900_000  # bytes of code beyond which it goes by a file in memory; most of one message
 USERS = {"user": (1000, 1000, "/home/user"), "root": (0, 0, "/root")}
 
 
@@ -96,10 +97,19 @@ class Zygote:
             command.fail(Unavailable("the Python zygote has died", hint="it starts again; try again"))
         self._running.clear()
 
+    def serves(self, box: Box) -> bool:
+        """Whether Python code of this box's user can run in it by a fork of ours."""
+        return (
+            box.driver.capabilities.zygote
+            and "host" in box.spec.root.layers
+            and box.blueprint.user in USERS
+            and os.path.exists(PYTHON)
+        )
+
     def run(
         self,
         box: Box,
-        code: str,
+        code: str | bytes,
         args: list[str],
         environment: dict[str, str],
         cwd: str,
@@ -111,29 +121,34 @@ class Zygote:
         guest = box.guest
         if self._socket is None or not isinstance(guest, NamespaceGuest):
             raise Unavailable(f"there is no {PYTHON} on this host", hint="apt-get install python3")
-        if not isinstance(code, str):
+        if not isinstance(code, str | bytes):
             raise Invalid("code is not a text")
+        if isinstance(code, str):
+            code = code.encode("utf-8", "surrogatepass")
         if box.root_fd is None:
             box.root_fd = os.open(f"/proc/{guest.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         uid, gid, home = USERS[user]
         variables = {"HOME": home, "USER": user, **environment}
         self._serial += 1
         request = {
-            "code": code,
             "args": args,
             "env": variables,
             "cwd": cwd or home,
             "uid": uid,
             "gid": gid,
         }
-        data = struct.pack("<II", self._serial, 0) + json.dumps(request).encode()
-        if len(data) > 900_000:
+        head = json.dumps(request).encode()
+        aside = len(head) + len(code) > INLINE
+        data = b"".join((struct.pack("<IIII", self._serial, 0, len(head), aside), head, b"" if aside else code))
+        if len(data) > MESSAGE:
             raise LimitExceeded(
-                f"code of {len(data)} bytes is more than the zygote takes",
-                hint="write it into a file of the box and run that",
+                f"arguments and environment take {len(head)} bytes, more than the zygote takes",
+                hint="send them as input",
             )
         command = PythonCommand(box, self, self._serial, timeout)
         try:
+            if aside:
+                command.theirs.append(_memory("code", code))
             fds = [guest.pidfd, box.root_fd, *command.theirs, *box.spec.cgroup.task_fds]
             socket.send_fds(self._socket, [data], fds)
         except OSError as error:
@@ -164,9 +179,13 @@ class Zygote:
 
 def _in_memory(name: str, path: Path) -> int:
     """A file without a path: what is mapped from it names no directory of the host's."""
-    fd = os.memfd_create(name)
+    return _memory(name, path.read_bytes(), 0)
+
+
+def _memory(name: str, content: bytes, flags: int = os.MFD_CLOEXEC) -> int:
+    fd = os.memfd_create(name, flags)
     with open(fd, "wb", closefd=False) as file:
-        file.write(path.read_bytes())
+        file.write(content)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 

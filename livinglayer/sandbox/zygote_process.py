@@ -38,8 +38,12 @@ def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
     """Enter the box, then run the code as `python3 -c` would. Never returns."""
     code = 1
     try:
-        request = json.loads(data)
+        size, aside = struct.unpack_from("<II", data)
+        request, source = json.loads(data[8 : 8 + size]), data[8 + size :]
         pidfd, root, stdin, stdout, stderr, *tasks = fds
+        if aside:
+            with open(tasks.pop(0), "rb") as file:
+                source = file.read()
         step = ctypes.c_char_p()
         numbers = (ctypes.c_int * len(tasks))(*tasks)
         if join(
@@ -75,7 +79,7 @@ def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
         sys.modules["__main__"] = main
         gc.enable()
         try:
-            exec(compile(request["code"], "<string>", "exec"), main.__dict__)
+            exec(compile(source, "<string>", "exec"), main.__dict__)
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
