@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime
 from typing import Any, Literal, Protocol
 
 from ..settings import Settings
 
 LIVE = 2**63 - 1  # tx_to of a version that still holds
+SWEEP_SECONDS = 3600.0  # how often an engine that claims leases removes those that are over since a day
+Lease = tuple[str, str, datetime, str | None]  # name, holder, until, value
 
 # The tables every layer has beside those of its entities. Types are field types; `blob` is bytes.
 LEDGER: dict[str, tuple[list[tuple[str, str]], list[str], list[list[str]]]] = {
@@ -212,6 +215,20 @@ class Engine(Protocol):
 
     def strays(self, session: Session, known: set[str], stores: Sequence[str]) -> Iterator[str]:
         """What is there beside the known tables and triggers and those of the entities."""
+
+    # Leases: who is at work on what. Not part of the ledger; by the database's clock; no writer's lock is taken.
+
+    def lease(self, name: str, holder: str, seconds: float, value: str | None = None) -> bool:
+        """Take a lease that is free or over, or renew one's own (its value stays unless one is given); False: another holds it."""
+
+    def release(self, name: str, holder: str) -> None:
+        """Give a lease back; one that is another's by now is left alone."""
+
+    def leases(self, prefix: str = "") -> list[Lease]:
+        """The leases that hold now whose names begin so, by name."""
+
+    def claim(self, names: Sequence[str], holder: str, seconds: float) -> list[str]:
+        """Those of `names` that were free or over and are this holder's now; those somebody has, itself included, are not."""
 
     # Content and queries
 

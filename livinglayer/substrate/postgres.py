@@ -27,7 +27,7 @@ from sqlglot import exp
 
 from ..errors import Conflict, Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
-from .engine import LEDGER, Session, Stale
+from .engine import LEDGER, SWEEP_SECONDS, Lease, Session, Stale
 from .reads import Answer, Source, as_dicts, distinct
 from .schema import MAIN, OWNER
 from .values import INT_MAX, INT_MIN
@@ -197,6 +197,9 @@ class PostgresEngine:
         self._swept = -1
         self._swift: dict[Any, str] = {}
         self._short: str | None = None
+        self._leasing: psycopg.Connection[Any] | None = None
+        self._lease_lock = threading.Lock()
+        self._leases_swept = time.monotonic()
 
     # Connections
 
@@ -336,6 +339,10 @@ class PostgresEngine:
             pool, self._pool = self._pool, []
         for connection in pool:
             connection.close()
+        with self._lease_lock:
+            if self._leasing is not None:
+                self._leasing.close()
+            self._leasing = None
 
     # Types and tables
 
@@ -460,6 +467,65 @@ class PostgresEngine:
     def strays(self, session: Session, known: set[str], stores: Sequence[str]) -> Iterator[str]:
         """The catalogue is PostgreSQL's own to keep."""
         return iter(())
+
+    # Leases: one statement each, on a connection of their own, outside of any transaction
+
+    def _lease(self, sql: str, params: Sequence[Any]) -> list[tuple[Any, ...]]:
+        with self._lease_lock:
+            for attempt in (1, 2):
+                try:
+                    if self._leasing is None or self._leasing.closed or self._leasing.broken:
+                        self._leasing = connect(self._url)
+                        self._leasing.execute(f"set lock_timeout = {int(self.settings.busy_seconds * 1000)}")
+                        self._leasing.execute("set synchronous_commit = off")  # leases may be lost; the ledger decides
+                    return self._leasing.execute(sql, params).fetchall()
+                except psycopg.Error as error:
+                    lost = self._leasing is None or self._leasing.closed or self._leasing.broken
+                    if attempt == 2 or not lost:  # a connection that died while idle is made anew
+                        raise _ours(error) from None
+        raise AssertionError
+
+    def lease(self, name: str, holder: str, seconds: float, value: str | None = None) -> bool:
+        return bool(
+            self._lease(
+                f"insert into {SCHEMA}.ledger_lease as l(name, holder, until, value) values ($1, $2, clock_timestamp() + make_interval(secs => $3), $4)"
+                " on conflict (name) do update set holder = excluded.holder, until = clock_timestamp() + make_interval(secs => $3),"
+                " value = case when l.holder = excluded.holder then coalesce(excluded.value, l.value) else excluded.value end"
+                " where l.holder = excluded.holder or l.until <= clock_timestamp() returning 1",
+                (name, holder, float(seconds), value),
+            )
+        )
+
+    def release(self, name: str, holder: str) -> None:
+        self._lease(f"delete from {SCHEMA}.ledger_lease where name = $1 and holder = $2 returning 1", (name, holder))
+
+    def leases(self, prefix: str = "") -> list[Lease]:
+        rows = self._lease(
+            f"select name, holder, until, value from {SCHEMA}.ledger_lease where starts_with(name, $1) and until > clock_timestamp() order by name",
+            (prefix,),
+        )
+        return [(name, holder, until, value) for name, holder, until, value in rows]
+
+    def claim(self, names: Sequence[str], holder: str, seconds: float) -> list[str]:
+        if time.monotonic() - self._leases_swept > SWEEP_SECONDS:
+            self._leases_swept = time.monotonic()
+            self._lease(
+                f"delete from {SCHEMA}.ledger_lease where until < clock_timestamp() - interval '1 day' returning 1", ()
+            )
+        # Rows that are there are never waited for; new ones are made in the order of their names, so no two claims wait for each other.
+        got = {
+            name
+            for (name,) in self._lease(
+                f"with free as (select name from {SCHEMA}.ledger_lease where name = any($1::text[]) and until <= clock_timestamp() for update skip locked),"
+                f" taken as (update {SCHEMA}.ledger_lease l set holder = $2, until = clock_timestamp() + make_interval(secs => $3), value = null"
+                " from free where l.name = free.name returning l.name),"
+                f" made as (insert into {SCHEMA}.ledger_lease(name, holder, until) select n, $2, clock_timestamp() + make_interval(secs => $3)"
+                " from unnest($1::text[]) n order by n on conflict (name) do nothing returning name)"
+                " select name from taken union all select name from made",
+                (sorted(set(names)), holder, float(seconds)),
+            )
+        }
+        return [name for name in dict.fromkeys(names) if name in got]
 
     # Blobs
 

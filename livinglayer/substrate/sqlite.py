@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import json
 import os
 import re
 import secrets
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from decimal import Decimal, InvalidOperation, localcontext
 from itertools import islice
 from pathlib import Path
@@ -24,7 +26,7 @@ import apsw
 
 from ..errors import Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
-from .engine import LEDGER, Session, Stale
+from .engine import LEDGER, SWEEP_SECONDS, Lease, Session, Stale
 from .reads import Answer, Source, as_dicts, shaped
 from .values import DECIMAL_DIGITS, convert, decimal_text, parameter
 
@@ -40,6 +42,8 @@ DECLARED = {
     "JSON_TEXT": "json",
     "BOOL_INT": "bool",
 }
+# Read once the statement has the file: no wait before that counts.
+_NOW = "strftime('%Y-%m-%dT%H:%M:%f', 'now'{}) || '000Z'"
 
 # What raw SQL may call: no files, no state, no randomness that allocates.
 FUNCTIONS = frozenset(
@@ -221,6 +225,9 @@ class SqliteEngine:
         self._session: SqliteSession | None = None
         self._readers: list[apsw.Connection] = []
         self._pool = threading.Lock()
+        self._leasing: apsw.Connection | None = None
+        self._lease_lock = threading.Lock()
+        self._swept = time.monotonic()
 
     # Connections
 
@@ -319,6 +326,10 @@ class SqliteEngine:
         for connection in [*connections, *([self._writer] if self._writer else [])]:
             connection.close(True)
         self._writer = None
+        with self._lease_lock:
+            if self._leasing is not None:
+                self._leasing.close(True)
+            self._leasing = None
 
     def translating(self) -> Any:
         return translated()
@@ -440,6 +451,54 @@ class SqliteEngine:
     def statements(self, session: Session) -> dict[str, str]:
         """What makes the tables, indexes and triggers as they are now, by name."""
         return dict(session.all("select name, sql from sqlite_schema where sql is not null order by name"))
+
+    # Leases: one statement each, on a connection of their own that waits for the file as any writer does
+
+    def _lease(self, sql: str, params: Sequence[Any]) -> list[tuple[Any, ...]]:
+        with self._lease_lock:
+            if self._leasing is None:
+                self._leasing = connect(self.path, self.settings)
+                with translated():
+                    self._leasing.pragma("synchronous", 1)  # one that is lost with the machine has no holder either
+                    self._leasing.pragma("wal_autocheckpoint", 2000)
+            with translated():
+                return self._leasing.execute(sql, params).fetchall()
+
+    def lease(self, name: str, holder: str, seconds: float, value: str | None = None) -> bool:
+        kept = "case when ledger_lease.holder = excluded.holder then coalesce(excluded.value, ledger_lease.value) else excluded.value end"
+        return bool(
+            self._lease(
+                f"insert into ledger_lease(name, holder, until, value) values (?, ?, {_NOW.format(', ?')}, ?) on conflict(name) do update"
+                f" set holder = excluded.holder, until = excluded.until, value = {kept}"
+                f" where ledger_lease.holder = excluded.holder or ledger_lease.until <= {_NOW.format('')} returning 1",
+                (name, holder, f"{seconds:+.3f} seconds", value),
+            )
+        )
+
+    def release(self, name: str, holder: str) -> None:
+        self._lease("delete from ledger_lease where name = ? and holder = ?", (name, holder))
+
+    def leases(self, prefix: str = "") -> list[Lease]:
+        rows = self._lease(
+            f"select name, holder, until, value from ledger_lease where substr(name, 1, length(?1)) = ?1 and until > {_NOW.format('')} order by name",
+            (prefix,),
+        )
+        return [(name, holder, datetime.fromisoformat(until), value) for name, holder, until, value in rows]
+
+    def claim(self, names: Sequence[str], holder: str, seconds: float) -> list[str]:
+        if time.monotonic() - self._swept > SWEEP_SECONDS:
+            self._swept = time.monotonic()
+            self._lease("delete from ledger_lease where until < " + _NOW.format(", '-1 day'"), ())
+        got = {
+            name
+            for (name,) in self._lease(
+                f"insert into ledger_lease(name, holder, until) select distinct value, ?, {_NOW.format(', ?')} from json_each(?) where true"
+                f" on conflict(name) do update set holder = excluded.holder, until = excluded.until, value = null"
+                f" where ledger_lease.until <= {_NOW.format('')} returning name",
+                (holder, f"{seconds:+.3f} seconds", json.dumps(list(names))),
+            )
+        }
+        return [name for name in dict.fromkeys(names) if name in got]
 
     # Blobs
 
