@@ -24,7 +24,7 @@ from .substrate.engine import Engine
 from .substrate.ledger import MAIN_CHAIN, Execution, Ledger, Tx, Work
 from .substrate.permissions import Decision
 from .substrate.prune import prune as prune_history
-from .substrate.reads import LONGEST, Reads, clock
+from .substrate.reads import LONGEST, Reads, clock, writes
 from .substrate.schema import OWNER, SYSTEM, Schema
 from .substrate.sqlite import SqliteEngine
 from .substrate.values import HASH
@@ -409,7 +409,10 @@ class Layer(Writes):
         return self._catalog.policy(session, self._me, clock(self.engine, session)[1])
 
     def _execution(self, principal: str | None) -> Execution:
-        number = self._me if principal is None else self._acting(principal)
+        return self._running(self._me if principal is None else self._acting(principal))
+
+    def _running(self, number: int) -> Execution:
+        """This handle's own execution of a principal."""
         found = self._executions.get(number)
         if found is None or not found.open:
             with self._lock:
@@ -447,7 +450,33 @@ class Layer(Writes):
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Rows of one SELECT over entity names, as a branch was at a moment and as a principal may see it."""
         number = self._me if principal is None else self._acting(principal)
-        return self._reads.query(sql, params, branch, as_of, number, timeout, limit, number == OWNER)
+        with self._refused(number, sql):
+            return self._reads.query(sql, params, branch, as_of, number, timeout, limit, number == OWNER)
+
+    def query_at(
+        self, sql: str, params: Mapping[str, Any] | Sequence[Any] | None = None, branch: str = "main", as_of: Moment = None, principal: str | None = None,
+        narrow: Mapping[str, Any] | None = None, timeout: float | None = None, limit: int | None = None, trusted: bool = False,
+        execution: Execution | None = None,
+    ) -> tuple[list[dict[str, Any]], int]:  # fmt: skip
+        """Rows of one SELECT as `query` gives them, and the last tx that they show.
+
+        With `narrow` = {entity: {"fields": [...], "where": "..."}} nothing else is there; a query that is `trusted`
+        may run in this process.
+        """
+        number = self._me if principal is None else self._acting(principal)
+        with self._refused(number, sql, execution):
+            return self._reads.query_at(sql, params, branch, as_of, number, timeout, limit, trusted, narrow)
+
+    @contextmanager
+    def _refused(self, principal: int, sql: str, execution: Execution | None = None) -> Iterator[None]:
+        """A query that tries to write is refused, and the ledger keeps that."""
+        try:
+            yield
+        except (Denied, Invalid) as error:
+            keep = getattr(self._ledger, "denied", None)
+            if keep is not None and isinstance(sql, str) and writes(sql, error):
+                keep(execution or self._running(principal), Denied(f"{error.message}: {sql[:200]}"), "write", "query")
+            raise
 
     @contextmanager
     def reader(self, branch: str = "main", as_of: Moment = None) -> Iterator[Any]:

@@ -28,7 +28,7 @@ from sqlglot import exp
 from ..errors import Conflict, Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
 from .engine import LEDGER, SWEEP_SECONDS, Lease, Session, Stale
-from .reads import Answer, Source, as_dicts, distinct
+from .reads import Answer, Source, as_dicts, clock, distinct
 from .schema import MAIN, OWNER
 from .values import INT_MAX, INT_MIN
 
@@ -752,12 +752,16 @@ def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str], frozenset[s
         detail = re.sub(r"\x1b\[[0-9;]*m", "", str(error).split("\n")[0])[:200]
         raise Invalid(f"the query can't be read: {detail}", hint="one SELECT over entity names") from None
     if len(trees) != 1:
-        raise Invalid("a query is one statement", hint="send the second one on its own") if trees else refused
+        if not trees:
+            raise refused
+        writes = any(isinstance(t, exp.DML | exp.DDL | exp.Command) for t in trees)
+        raise Invalid("a query is one statement", hint="send the second one on its own", writes=writes)
     tree = trees[0]
     if not isinstance(tree, exp.Select | exp.SetOperation | exp.Values | exp.Subquery):
         raise Invalid(
             "a query can't change anything" if isinstance(tree, exp.DML | exp.DDL) else "a query is a SELECT",
             hint="write with insert, update and delete",
+            writes=isinstance(tree, exp.DML | exp.DDL),
         )
     names: list[str] = []
     entities: set[str] = set()
@@ -769,7 +773,7 @@ def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str], frozenset[s
         kind = type(node).__name__
         if kind not in _NODES:
             if isinstance(node, exp.DML | exp.DDL | exp.Into | exp.Lock):
-                raise Invalid("a query can't change anything", hint="write with insert, update and delete")
+                raise Invalid("a query can't change anything", hint="write with insert, update and delete", writes=True)
             raise Invalid(f"{kind.lower()} is not part of a query's language")
         if isinstance(node, exp.Anonymous) and (not isinstance(node.this, str) or node.this.lower() not in _FUNCTIONS):
             raise NotFound(f"there is no function {str(node.this)!r}")
@@ -831,8 +835,8 @@ class Reader:
             source.chain = (type(first)(first.branch, moment), *source.chain[1:])
         schema_key = [(f.store, f.name, f.type, repr(f.was)) for e in source.schema.entities for f in e.fields]
         digest = sha256(
-            repr((source.chain, source.policy.key, source.branch.id, schema_key, source.slices)).encode()
-        ).hexdigest()[:16]
+            repr((source.chain, source.policy.key, source.branch.id, schema_key, source.slices, source.narrow)).encode()
+        ).hexdigest()[:32]  # whoever writes what is narrowed to could look for two of one digest
         self.draft = type(source.epoch) is not int
         self.schema = f"{engine.short()}_v{secrets.token_hex(6) if self.draft else source.epoch}_{digest}"
         self.settings: dict[str, str] = {}
@@ -858,30 +862,41 @@ class Reader:
         """Make a public name; False when there is none (for this principal)."""
         if (self.schema, name) in self.engine._views and not again:
             return True
+        if not self.source.visible(name):
+            return False
         made: set[str] = set()
 
         def make(connection: psycopg.Connection[Any]) -> bool:
             def relation(entity: str) -> str:
                 inner = f"{self.schema}._b_{entity}"
-                if entity not in made:
+                if inner not in made:
                     build(inner, f"create view {inner} as {self.source.base(entity)}")
-                    made.add(entity)
+                    made.add(inner)
+                return inner
+
+            def seen(entity: str) -> str:
+                sql = self.source.seen(entity, relation)
+                if sql is None:
+                    return relation(entity)
+                inner = f"{self.schema}._p_{entity}"
+                if inner not in made:
+                    build(inner, f"create view {inner} with (security_barrier) as {sql}")
+                    made.add(inner)
                 return inner
 
             def build(name: str, sql: str) -> None:  # replacing a view would lock out those who read it
                 if connection.execute("select to_regclass($1)", (name,)).fetchone() == (None,):
                     connection.execute(sql)
 
-            if self.source.entity(name) is None:
-                return False
             self.engine.view_schema(connection, self.schema, self.role, self.source.epoch)
+            moment = f"{self.schema}._clock"
             build(
-                f"{self.schema}._epoch", f"create view {self.schema}._epoch as select epoch from {SCHEMA}.ledger_clock"
+                moment,
+                f"create view {moment} as select epoch || ' ' || tx as now from {SCHEMA}.ledger_clock where one = 1",
             )
-            connection.execute(f"grant select on {self.schema}._epoch to {self.role}")
-            sql = self.source.governed(name, relation)
-            if sql is None:
-                return False
+            connection.execute(f"grant select on {moment} to {self.role}")
+            sql = self.source.governed(name, relation, seen)
+            assert sql is not None
             barrier = "" if self.source.open(name) else " with (security_barrier)"
             build(f"{self.schema}.{name}", f"create view {self.schema}.{name}{barrier} as {sql}")
             connection.execute(f"grant select on {self.schema}.{name} to {self.role}")
@@ -915,15 +930,23 @@ class Reader:
     def answer(self, sql: str, params: Any, deadline: float, limit: int) -> Answer:
         """Names and rows of one SELECT."""
         text, values = self._prepared(sql, params)
-        entities = [entity for entity in checked(sql)[2] if self.source.entity(entity) is not None]
+        entities = [entity for entity in checked(sql)[2] if self.source.visible(entity)]
         for attempt in (1, 2):
             try:
                 self._set("search_path", self.schema)
                 if self.source.as_of is not None:
                     self._set("livinglayer.as_of", str(self.source.as_of))
                 self._set("statement_timeout", str(max(1, round((deadline - time.monotonic()) * 10) * 100)))
-                room = None if self.source.policy.principal == OWNER else self.engine.settings.query_bytes // 4
-                return self._run(text, values, limit, room, epoch=bool(entities))
+                trusted = self.source.policy.principal == OWNER and self.source.narrow is None
+                room = None if trusted else self.engine.settings.query_bytes // 4
+                answer = self._run(text, values, limit, room, told=bool(entities))
+                tx = answer[3]
+                if self.source.as_of is not None:
+                    tx = self.source.as_of
+                elif not entities:  # it reads nothing of the layer, so any tx will do
+                    with self.engine.reading() as session:
+                        tx = clock(self.engine, session)[0]
+                return *answer[:3], tx
             except pg.UndefinedTable as error:
                 if attempt == 2:
                     raise self._refusal(error) from None
@@ -933,11 +956,15 @@ class Reader:
                 raise self._refusal(error) from None
         raise AssertionError
 
-    def _run(self, text: str, values: list[Any], limit: int, room: int | None = None, epoch: bool = False) -> Answer:
-        """Run a checked statement; with `epoch` every row says at which one it was read, so that old views are noticed."""
+    def _run(self, text: str, values: list[Any], limit: int, room: int | None = None, told: bool = False) -> Answer:
+        """Run a checked statement; when `told` every row, or one in the place of none, says at which moment it was read.
+
+        Views older than the last change of schema or policy are noticed so, and the answer knows the last tx it shows.
+        """
         cursor = self.connection.cursor()
-        asked = f", (select e.epoch from {self.schema}._epoch e)" if epoch else ""
-        sql = f"select q.*{asked} from ({text}) q limit {limit + 1}"
+        sql = f"select q.* from ({text}) q limit {limit + 1}"
+        if told:
+            sql = f"select q.*, c.now from {self.schema}._clock c left join (select q.*, 1 from ({text}) q) q on true limit {limit + 1}"
         rows: list[tuple[Any, ...]] = []
         if room is None:
             cursor.execute(sql, values)
@@ -948,20 +975,21 @@ class Reader:
                 if room < 0:
                     raise LimitExceeded("the answer is larger than it may be", hint="ask for less at a time")
                 rows.append(row)
-        if epoch:
-            read = (
-                rows[0][-1:] if rows else self.connection.execute(f"select epoch from {self.schema}._epoch").fetchone()
-            )
-            if read != (self.source.epoch,):
+        tx = 0
+        if told:
+            epoch, tx = map(int, rows[0][-1].split())
+            if epoch != self.source.epoch:
                 raise Stale
+            if rows[0][-2] is None:
+                rows = []
         if len(rows) > limit:
             raise LimitExceeded(
                 f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit="
             )
         if not rows or cursor.description is None:
-            return [], [], []
+            return [], [], [], tx
         names = [c.name for c in cursor.description]
-        return (distinct(names[:-1]), [], [row[:-1] for row in rows]) if epoch else (distinct(names), [], rows)
+        return (distinct(names[:-2]), [], [row[:-2] for row in rows], tx) if told else (distinct(names), [], rows, tx)
 
     def inside(self, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
         """On the writer's connection, within its transaction: as the role, then as the owner again."""

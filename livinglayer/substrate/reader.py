@@ -31,18 +31,21 @@ def main() -> None:
 
 
 def answer(reads: Reads, request: list, memory: int) -> dict:  # type: ignore[type-arg]
-    sql, params, branch, moment, principal, seconds, most = request
+    sql, params, branch, moment, principal, listed, seconds, most = request
+    narrow = None if listed is None else tuple((e, None if f is None else tuple(f), w) for e, f, w in listed)
     as_of = datetime.fromisoformat(moment) if isinstance(moment, str) else moment
     try:
-        names, kinds, rows = reads.raw(sql, params, branch, as_of, principal, time.monotonic() + seconds, most)
+        deadline = time.monotonic() + seconds
+        names, kinds, rows, tx = reads.raw(sql, params, branch, as_of, principal, narrow, deadline, most)
         size = 0
         for row in rows:
             size += sum(len(v) if isinstance(v, str | bytes) else 8 for v in row)
             if size > memory // 4:
                 raise LimitExceeded(f"the answer is larger than {memory // 4} bytes", hint="ask for less at a time")
-        return {"names": names, "kinds": kinds, "rows": [[packed(v) for v in row] for row in rows]}
+        return {"names": names, "kinds": kinds, "rows": [[packed(v) for v in row] for row in rows], "tx": tx}
     except LayerError as error:
-        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+        details = {"writes": True} if error.details.get("writes") else {}
+        return {"error": type(error).__name__, "message": error.message, "hint": error.hint, "details": details}
     except MemoryError:
         return {
             "error": "LimitExceeded",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import select
 import struct
 import subprocess
@@ -25,11 +26,12 @@ from ..errors import Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Una
 from ..settings import Settings
 from .catalog import Branch, Catalog, no_branch
 from .engine import Engine, Session, Stale
+from .narrow import Narrow, canonical, compiled
 from .permissions import Policy
 from .predicates import Me, Predicate
 from .schema import Entity, Schema
 from .values import decoder, parameter, text
-from .views import Chain, base_sql, governed_sql, history_names, history_sql
+from .views import Chain, ReadRule, base_sql, governed_sql, history_names, history_sql
 
 SUFFIX = "__history"
 LONGEST = 86_400
@@ -39,17 +41,30 @@ logging.getLogger("sqlglot").setLevel(logging.CRITICAL)  # what it thinks of a c
 NAMED = ("principal", "reason", "execution", "branch")  # of history: who and why, for those who may read tx
 
 
+Relation = Callable[[str], str]  # the view that stands for a name, made when first asked for
+EVERYTHING = ReadRule((((), None),), ())
+
+
 class Source:
-    """The SQL of every name one principal can use, on one branch at one moment."""
+    """The SQL of every name one principal can use, on one branch at one moment, within what it is narrowed to."""
 
     def __init__(
-        self, catalog: Catalog, session: Session, branch: Branch, as_of: int | None, policy: Policy, epoch: int
+        self,
+        catalog: Catalog,
+        session: Session,
+        branch: Branch,
+        as_of: int | None,
+        policy: Policy,
+        epoch: int,
+        narrow: Narrow | None = None,
     ) -> None:
         self.catalog, self.engine, self.branch, self.policy, self.epoch = catalog, catalog.engine, branch, policy, epoch
         self.as_of = as_of
         self.chain: Chain = catalog.chain(session, branch, as_of)
         self.schema: Schema = catalog.schema(session, self.chain, epoch)
         self.slices = catalog.slices(session, branch)
+        self.narrow, self.parts = narrow, compiled(narrow, self.schema)
+        self._visible: dict[str, bool] = {}
 
     def entity(self, name: str) -> tuple[Entity, bool] | None:
         """The entity behind a name, and whether its history is meant."""
@@ -64,36 +79,103 @@ class Source:
         entity, past = found
         return history_sql(self.engine, entity, self.chain) if past else base_sql(self.engine, entity, self.chain)
 
-    def governed(self, name: str, relation: Callable[[str], str]) -> str | None:
-        """The SQL a public name stands for; None when this principal has no such name."""
+    def governed(self, name: str, relation: Relation, seen: Relation) -> str | None:
+        """The SQL a public name stands for; None when this principal, so narrowed, has no such name.
+
+        Grants look at what is there (`relation`). What it is narrowed to looks through its principal's own eyes
+        (`seen`): whoever wrote it may not learn from its rows what the principal may not read.
+        """
+        found = self.entity(name)
+        if found is None or (self.parts is not None and found[0].name not in self.parts):
+            return None
+        part = None if self.parts is None else self.parts[found[0].name]
+        columns, fixed, blank = self._columns(*found)
+        if part is not None and part.fields is not None:
+            columns = [c for c in columns if c in fixed or c in part.fields]
+        plain = self._granted(found[0], columns, relation(name), relation, fixed, blank)
+        if plain is None or part is None or part.where is None:
+            return plain
+        rule = self._rule(found[0])
+        columns = [c for c in columns if c in fixed or shows(rule, c)]
+        return governed_sql(
+            self.engine, columns, seen(name), EVERYTHING, seen, [(part.where, self.policy.me)], fixed, blank
+        )
+
+    def seen(self, name: str, relation: Relation) -> str | None:
+        """The SQL of a name as the principal sees it, not narrowed, null where it may not look; None when it sees all."""
         found = self.entity(name)
         if found is None:
+            raise Invalid(f"there is no entity {name!r}")
+        if self._unlimited(found[0]):
             return None
-        entity, past = found
-        rules = self.policy.rules("read", self.schema, entity, self.branch.name)
+        columns, fixed, blank = self._columns(*found)
+        rule = self._rule(found[0])
+        sql = self._granted(found[0], columns, relation(name), relation, fixed, blank)
+        if sql is None:
+            return f"select n.* from {relation(name)} n where 1 = 0"
+        listed = [
+            f"x.{c}" if c in fixed or shows(rule, c) else f"(select n.{c} from {relation(name)} n where 1 = 0) as {c}"
+            for c in columns
+        ]
+        return f"select {', '.join(listed)} from ({sql}) x"
+
+    def _columns(self, entity: Entity, past: bool) -> tuple[list[str], Sequence[str], Sequence[str]]:
+        """The columns of a name, those that go with any row, and those that are always null."""
+        names = [f.name for f in entity.fields]
+        if entity.kind == "ledger":
+            return names, (), ()
+        if not past:
+            return ["id", *names], ("id",), ()
+        added = history_names(entity)
+        blank = [] if self._tells_who() else [added[n] for n in NAMED]
+        return ["id", *names, *added.values()], ("id", *added.values()), blank
+
+    def _tells_who(self) -> bool:
+        """Whether history says who and why: for those who may read all of tx, and said so if they are narrowed."""
+        part = None if self.parts is None else self.parts.get("tx")
+        if self.parts is not None and (part is None or part.fields is not None or part.where is not None):
+            return False
+        return self.policy.rules("read", self.schema, self.schema.by_name["tx"], self.branch.name).everything
+
+    def _granted(
+        self,
+        entity: Entity,
+        columns: Sequence[str],
+        source: str,
+        relation: Relation,
+        fixed: Sequence[str],
+        blank: Sequence[str],
+    ) -> str | None:
+        """The rows and fields that grants and slices leave."""
         conditions = self.catalog.slice_predicates(self.slices, self.schema, entity)
-        if conditions is None:
+        rule = self._rule(entity)
+        if conditions is None or not any(c in fixed or c in blank or shows(rule, c) for c in columns):
             return None
         nobody: Me = {}
         extra: list[tuple[Predicate, Me]] = [(p, nobody) for p in conditions]
-        names = [f.name for f in entity.fields]
-        added = history_names(entity)
-        fixed: Sequence[str] = () if entity.kind == "ledger" else ("id", *added.values()) if past else ("id",)
-        blank: Sequence[str] = ()
-        if past and not self.policy.rules("read", self.schema, self.schema.by_name["tx"], self.branch.name).everything:
-            blank = [added[n] for n in NAMED]
-        if entity.kind != "ledger":
-            names = ["id", *names, *(added.values() if past else ())]
-        return governed_sql(self.engine, names, relation(name), rules.read_rule(), relation, extra, fixed, blank)
+        return governed_sql(self.engine, columns, source, rule, relation, extra, fixed, blank)
+
+    def _rule(self, entity: Entity) -> ReadRule:
+        return self.policy.rules("read", self.schema, entity, self.branch.name).read_rule()
+
+    def _unlimited(self, entity: Entity) -> bool:
+        return not self.slices and self.policy.rules("read", self.schema, entity, self.branch.name).everything
+
+    def visible(self, name: str) -> bool:
+        """Whether there is such a name here."""
+        found = self._visible.get(name)
+        if found is None:
+            found = self.governed(name, str, str) is not None
+            if len(self._visible) < 1000:
+                self._visible[name] = found
+        return found
 
     def open(self, name: str) -> bool:
-        """Whether a name shows everything there is, so that no condition on it can tell what is hidden."""
+        """Whether a name shows every row there is, so that no condition on it can tell what is hidden."""
         found = self.entity(name)
-        return (
-            found is not None
-            and not self.slices
-            and self.policy.rules("read", self.schema, found[0], self.branch.name).everything
-        )
+        if found is None or (self.parts is not None and self.parts[found[0].name].where is not None):
+            return False
+        return self._unlimited(found[0])
 
     def has_decimals(self, name: str) -> bool:
         found = self.entity(name)
@@ -101,12 +183,19 @@ class Source:
 
     def type_of(self, column: str, entities: Sequence[str]) -> str | None:
         for name in entities:
-            found = self.entity(name)
+            found = self.entity(name) if self.visible(name) else None
             if found and column in found[0].by_name:
                 return found[0].by_name[column].type
             if found and found[1] and column == history_names(found[0])["at"]:
                 return "datetime"
         return None
+
+
+def shows(rule: ReadRule, column: str) -> bool:
+    """Whether a rule shows a column in any row."""
+    return any(fields is None or column in fields for _, fields in rule.allows) and not any(
+        not where and fields is not None and column in fields for where, fields in rule.denies
+    )
 
 
 # What a column that is an expression holds (SQLite only says it of plain columns)
@@ -198,8 +287,8 @@ _PLAIN = {"TEXT", "INTEGER", "REAL", "BLOB"}
 
 
 Answer = tuple[
-    Sequence[str], Sequence[tuple[int, str]], Sequence[tuple[Any, ...]]
-]  # names, types of special columns, rows
+    Sequence[str], Sequence[tuple[int, str]], Sequence[tuple[Any, ...]], int
+]  # names, types of special columns, rows, the last tx that they show
 
 
 def shaped(
@@ -230,7 +319,7 @@ def distinct(names: list[str]) -> list[str]:
 
 
 def as_dicts(
-    names: Sequence[str], kinds: Sequence[tuple[int, str]], rows: Sequence[tuple[Any, ...]]
+    names: Sequence[str], kinds: Sequence[tuple[int, str]], rows: Sequence[tuple[Any, ...]], tx: int = 0
 ) -> list[dict[str, Any]]:
     if not kinds:
         return [dict(zip(names, row, strict=False)) for row in rows]
@@ -264,6 +353,21 @@ def check_request(sql: Any, params: Any, branch: Any, as_of: Any, timeout: float
             text("a parameter", value, 1 << 30)
 
 
+# How a statement begins that means to do more than read.
+_WRITES = re.compile(
+    r"""(?:\s|--[^\n]*\n|/\*.*?\*/|;)*
+    (?:alter|analyze|attach|begin|call|checkpoint|close|cluster|comment|commit|copy|create|deallocate|declare|delete|detach
+    |discard|do|drop|end|execute|grant|import|insert|listen|load|lock|merge|move|notify|pragma|prepare|reassign|refresh
+    |reindex|release|replace|reset|revoke|rollback|savepoint|security|set|start|truncate|unlisten|update|vacuum)\b""",
+    re.I | re.S | re.X,
+)
+
+
+def writes(sql: str, error: LayerError) -> bool:
+    """Whether a statement was refused because it would have done more than read."""
+    return bool(error.details.get("writes")) or _WRITES.match(sql) is not None
+
+
 class Reads:
     """Answers queries: the owner's here, everybody else's where they can't hurt (a reader process, a role of their own)."""
 
@@ -283,14 +387,35 @@ class Reads:
         timeout: float | None,
         limit: int | None,
         trusted: bool,
+        narrow: Any = None,
     ) -> list[dict[str, Any]]:
         """Rows of one SELECT as dicts."""
+        return self.query_at(sql, params, branch, as_of, principal, timeout, limit, trusted, narrow)[0]
+
+    def query_at(
+        self,
+        sql: str,
+        params: Mapping[str, Any] | Sequence[Any] | None,
+        branch: str,
+        as_of: int | datetime | None,
+        principal: int,
+        timeout: float | None = None,
+        limit: int | None = None,
+        trusted: bool = False,
+        narrow: Any = None,
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Rows of one SELECT, and the last tx they show: of main and all branches, or the one that `as_of` means.
+
+        With `narrow` only the entities, fields and rows it names are there, and nobody is trusted.
+        """
         seconds = self.settings.query_seconds if timeout is None else timeout
         most = self.settings.query_rows if limit is None else limit
         check_request(sql, params, branch, as_of, seconds, most)
-        if self.processes is not None and not trusted:
-            return self.processes.query(sql, params, branch, as_of, principal, seconds, most)
-        return as_dicts(*self.raw(sql, params, branch, as_of, principal, time.monotonic() + seconds, most))
+        within = canonical(narrow)
+        if self.processes is not None and (not trusted or within is not None):
+            return self.processes.query(sql, params, branch, as_of, principal, within, seconds, most)
+        answer = self.raw(sql, params, branch, as_of, principal, within, time.monotonic() + seconds, most)
+        return as_dicts(*answer), answer[3]
 
     def raw(
         self,
@@ -299,11 +424,12 @@ class Reads:
         branch: str,
         as_of: int | datetime | None,
         principal: int,
+        narrow: Narrow | None,
         deadline: float,
         most: int,
     ) -> Answer:
         """The answer of one SELECT, values as the engine gives them."""
-        key = (branch, as_of, principal)
+        key = (branch, as_of, principal, narrow)
         for _ in range(20):
             reader, used = self._take(key)
             if used and reader.source.policy.expired():
@@ -341,7 +467,7 @@ class Reads:
             if idle:
                 self._idle.move_to_end(key)
                 return idle.pop(), True
-        branch, as_of, principal = key
+        branch, as_of, principal, narrow = key
         with self.engine.reading() as session:
             last, epoch = clock(self.engine, session)
             moment = None if as_of is None else self.catalog.moment(session, as_of, last)
@@ -350,7 +476,7 @@ class Reads:
                 g.effect == "allow" and g.action in ("read", "*") and g.branch in (None, branch) for g in policy.grants
             ):
                 raise no_branch(branch)  # what may not be read is not there
-            source = Source(self.catalog, session, self.catalog.branch(session, branch), moment, policy, epoch)
+            source = Source(self.catalog, session, self.catalog.branch(session, branch), moment, policy, epoch, narrow)
         return self.engine.reader(source), False
 
     def _give(self, key: Any, reader: Any, keep: bool) -> None:
@@ -369,7 +495,7 @@ class Reads:
 
     def borrow(self, branch: str, as_of: int | datetime | None, principal: int) -> tuple[Any, Callable[[], None]]:
         """A reader to run several statements on, and what gives it back."""
-        key = (branch, as_of, principal)
+        key = (branch, as_of, principal, None)
         reader, _ = self._take(key)
         return reader, lambda: self._give(key, reader, keep=True)
 
@@ -450,9 +576,10 @@ class Processes:
         branch: str,
         as_of: int | datetime | None,
         principal: int,
+        narrow: Narrow | None,
         seconds: float,
         most: int,
-    ) -> list[dict[str, Any]]:
+    ) -> tuple[list[dict[str, Any]], int]:
         given = (
             {k: packed(parameter(v)) for k, v in params.items()}
             if isinstance(params, Mapping)
@@ -466,7 +593,7 @@ class Processes:
                 process = self._start()
                 try:
                     assert process.stdin is not None and process.stdout is not None
-                    send(process.stdin.fileno(), [sql, given, branch, moment, principal, seconds, most])
+                    send(process.stdin.fileno(), [sql, given, branch, moment, principal, narrow, seconds, most])
                     answer = receive(process.stdout.fileno(), time.monotonic() + seconds + 1.0)
                 except TimeoutError:
                     self._kill(process)
@@ -487,11 +614,12 @@ class Processes:
         finally:
             self._free.release()
 
-    def _rows(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
+    def _rows(self, answer: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
         if "error" in answer:
             kind = getattr(errors, answer["error"], LayerError)
-            raise kind(answer["message"], answer["hint"])
-        return as_dicts(answer["names"], answer["kinds"], [tuple(map(unpacked, row)) for row in answer["rows"]])
+            raise kind(answer["message"], answer["hint"], **answer.get("details", {}))
+        rows = as_dicts(answer["names"], answer["kinds"], [tuple(map(unpacked, row)) for row in answer["rows"]])
+        return rows, answer["tx"]
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self._lock:

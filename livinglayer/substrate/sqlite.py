@@ -55,7 +55,7 @@ FUNCTIONS = frozenset(
     power printf quote radians random rank replace round row_number rtrim sign sin sqrt strftime string_agg substr
     substring sum tan time timediff total trim trunc typeof unhex unicode unixepoch upper -> ->>""".split()
 )
-EPOCH = "select epoch from main.ledger_clock"
+CLOCK = "select tx, epoch from main.ledger_clock"
 _CTE = re.compile(r"""(\w+)["`\]]?\s*(?:\([^()]*\)\s*)?as\s*(?:not\s+)?(?:materialized\s*)?\(""")
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 _LIMITS = {
@@ -551,11 +551,19 @@ class SqliteEngine:
         os.chmod(target, 0o600)
 
 
+class Missing(Exception):
+    """A statement named an entity whose view is not made yet."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 class Reader:
     """A connection on which entity names are views for one branch, moment and policy; raw SQL can't see past them.
 
-    A base view may read tables, a governed view base views, the public name the governed one. Base and governed views
-    carry a random name: the authorizer only hears the innermost name, which a caller could otherwise shadow with a CTE.
+    A base view may read tables, a governed view base views and other governed ones, the public name the governed one.
+    Base and governed views carry a random name: the authorizer only hears the innermost name, which a caller could otherwise shadow with a CTE.
     """
 
     def __init__(self, connection: apsw.Connection, source: Source) -> None:
@@ -603,7 +611,7 @@ class Reader:
         if cursor.is_explain:
             raise Invalid("EXPLAIN is not part of a query")
         if not cursor.is_readonly:
-            raise Invalid("a query can't change anything", hint="write with insert, update and delete")
+            raise Invalid("a query can't change anything", hint="write with insert, update and delete", writes=True)
         return True
 
     def _authorize(self, op: int, first: str | None, second: str | None, database: str | None, view: str | None) -> int:
@@ -652,15 +660,25 @@ class Reader:
             self.base.add(inner)
         return inner
 
+    def _seen(self, name: str) -> str:
+        """An entity as the principal sees it, made when first needed."""
+        sql = self.source.seen(name, self._relation)
+        if sql is None:
+            return self._relation(name)
+        inner = f"_p_{self.nonce}_{name}"
+        if inner not in self.governed:
+            self.connection.execute(f"create temp view {inner} as {sql}")
+            self.governed.add(inner)
+        return inner
+
     def bind(self, name: str) -> bool:
         """Make a public name; False when there is none (for this principal)."""
-        if name in self.public:
+        if name in self.public or not self.source.visible(name):
             return False
         guarding, self.guarding = self.guarding, False
         try:
-            sql = self.source.governed(name, self._relation)
-            if sql is None:
-                return False
+            sql = self.source.governed(name, self._relation, self._seen)
+            assert sql is not None
             inner = f"_g_{self.nonce}_{name}"
             if self.source.has_decimals(name) and not self.exact_sum:
                 self.connection.create_window_function("sum", _Sum)
@@ -682,79 +700,96 @@ class Reader:
                 if isinstance(params, Mapping)
                 else tuple(map(parameter, params))
             )
-        self.guarding, self.text, self.denied, self.changing = True, sql.lower(), None, False
+        self.text = sql.lower()
+        while True:
+            try:
+                return self._snapshot(sql, params, limit)
+            except Missing as missing:  # bound outside of the transaction, whose end would take it away again
+                self.bind(missing.name)
+
+    def _snapshot(self, sql: str, params: Any, limit: int) -> Answer:
+        """The answer and, of the same snapshot, the clock."""
+        run, own = self.connection.execute, not self.connection.in_transaction  # or within a write transaction
+        if own:
+            with translated():
+                run("begin")
+        self.guarding, self.denied, self.changing = True, None, False
         try:
-            found = self._answer(sql, params, limit)
+            names, kinds, rows = self._answer(sql, params, limit)
+            self.guarding = False
+            tx, epoch = run(CLOCK).fetchone() or (0, 0)
         finally:
             self.guarding = False
-        # Epochs only grow: if the views' epoch still holds now, it held for what was just read. A draft is its own.
-        if type(self.source.epoch) is int and self.connection.execute(EPOCH).fetchone() != (self.source.epoch,):
+            if own and self.connection.in_transaction:
+                run("rollback")
+        if type(self.source.epoch) is int and epoch != self.source.epoch:  # a draft is its own
             raise Stale
-        return found
+        return names, kinds, rows, tx if self.source.as_of is None else self.source.as_of
 
-    def _answer(self, sql: str, params: Any, limit: int) -> Answer:
-        while True:
-            self.statements = 0
-            try:
-                cursor = self.connection.execute(sql, params)
-                if not self.statements:
-                    raise Invalid("a query is a SELECT; there is none", hint="e.g. select * from item")
-                shape = self.shapes.get(sql)
-                if shape is None:
-                    try:
-                        described = cursor.get_description()
-                    except apsw.ExecutionCompleteError:
-                        return [], [], []
-                    shape = shaped(sql, [(d[0], d[1]) for d in described], self.source)
-                    if len(self.shapes) < 1000:
-                        self.shapes[sql] = shape
-                rows = list(islice(cursor, limit + 1))
-                if len(rows) > limit:
-                    cursor.close(True)
-                    raise LimitExceeded(
-                        f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit="
-                    )
-                return *shape, rows
-            except apsw.SQLError as error:
-                text = str(error)
-                missing = text.removeprefix("no such table: ")
-                if missing != text and "." not in missing and self.bind(missing.lower()):
-                    continue
-                raise self._refusal(text) from None
-            except apsw.AuthError as error:
-                raise self._refusal(str(error)) from None
-            except UnicodeDecodeError:
-                raise Invalid("a text of the answer is not valid UTF-8", hint="leave it a blob, or use hex()") from None
-            except apsw.InterruptError:
-                raise TimedOut("the query took too long", hint="ask for less, or give a longer timeout") from None
-            except apsw.TooBigError:
-                raise LimitExceeded("a value of the query is too big") from None
-            except apsw.ReadOnlyError:
-                raise Invalid("a query can't change anything", hint="write with insert, update and delete") from None
-            except (apsw.BindingsError, TypeError, KeyError) as error:
-                raise Invalid(
-                    f"the parameters do not fit the statement: {str(error).splitlines()[0]}",
-                    hint="parameters are named, as in :name, and given in a dict",
-                ) from None
-            except (
-                apsw.BusyError,
-                apsw.LockedError,
-                apsw.FullError,
-                apsw.CorruptError,
-                apsw.NotADBError,
-                apsw.IOError,
-                apsw.CantOpenError,
-                apsw.NoMemError,
-            ):
-                with translated():
-                    raise
-            except apsw.Error as error:
-                raise self._refusal(str(error)) from None
+    def _answer(self, sql: str, params: Any, limit: int) -> tuple[list[str], list[tuple[int, str]], list[Any]]:
+        self.statements = 0
+        try:
+            cursor = self.connection.execute(sql, params)
+            if not self.statements:
+                raise Invalid("a query is a SELECT; there is none", hint="e.g. select * from item")
+            shape = self.shapes.get(sql)
+            if shape is None:
+                try:
+                    described = cursor.get_description()
+                except apsw.ExecutionCompleteError:
+                    return [], [], []
+                shape = shaped(sql, [(d[0], d[1]) for d in described], self.source)
+                if len(self.shapes) < 1000:
+                    self.shapes[sql] = shape
+            rows = list(islice(cursor, limit + 1))
+            if len(rows) > limit:
+                cursor.close(True)
+                raise LimitExceeded(
+                    f"the answer has more than {limit} rows", hint="add a limit clause, or ask for more with limit="
+                )
+            return *shape, rows
+        except apsw.SQLError as error:
+            text = str(error)
+            name = text.removeprefix("no such table: ").lower()
+            if name != text.lower() and "." not in name and name not in self.public and self.source.visible(name):
+                raise Missing(name) from None
+            raise self._refusal(text) from None
+        except apsw.AuthError as error:
+            raise self._refusal(str(error)) from None
+        except UnicodeDecodeError:
+            raise Invalid("a text of the answer is not valid UTF-8", hint="leave it a blob, or use hex()") from None
+        except apsw.InterruptError:
+            raise TimedOut("the query took too long", hint="ask for less, or give a longer timeout") from None
+        except apsw.TooBigError:
+            raise LimitExceeded("a value of the query is too big") from None
+        except apsw.ReadOnlyError:
+            raise Invalid(
+                "a query can't change anything", hint="write with insert, update and delete", writes=True
+            ) from None
+        except (apsw.BindingsError, TypeError, KeyError) as error:
+            raise Invalid(
+                f"the parameters do not fit the statement: {str(error).splitlines()[0]}",
+                hint="parameters are named, as in :name, and given in a dict",
+            ) from None
+        except (
+            apsw.BusyError,
+            apsw.LockedError,
+            apsw.FullError,
+            apsw.CorruptError,
+            apsw.NotADBError,
+            apsw.IOError,
+            apsw.CantOpenError,
+            apsw.NoMemError,
+        ):
+            with translated():
+                raise
+        except apsw.Error as error:
+            raise self._refusal(str(error)) from None
 
     def _refusal(self, text: str) -> LayerError:
         """SQLite's complaint without our inner names."""
         if self.changing or text.endswith("because it is a view"):
-            return Invalid("a query can't change anything", hint="write with insert, update and delete")
+            return Invalid("a query can't change anything", hint="write with insert, update and delete", writes=True)
         name = text.removeprefix("no such table: ") if text.startswith("no such table: ") else self.denied
         if name is not None and self.nonce not in name:
             return NotFound(
