@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inside": set(),  # runs in boxes, alone with the standard library
     "sandbox": GROUND,  # the box knows nothing of the database
     "projection": GROUND | {"substrate"},
-    "law": GROUND | {"substrate", "sandbox"},
+    "law": GROUND | {"substrate", "sandbox", "projection"},
     "bundle": GROUND | {"substrate", "law"},
     "jobs": GROUND | {"substrate", "sandbox", "projection", "law", "bundle"},
     "layer": GROUND | {"substrate", "sandbox", "projection", "law", "bundle", "jobs"},  # the facade people hold

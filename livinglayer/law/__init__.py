@@ -1,0 +1,1 @@
+"""The law: the one door, and everything that goes through it."""

@@ -1,0 +1,75 @@
+"""Blueprints: the rows that shape boxes, as the sandbox takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import Invalid, NotFound
+from ..sandbox.blueprint import TIERS, Blueprint, check_tier
+from ..substrate.reads import clock
+from ..substrate.schema import SYSTEM
+
+LIMITS = ("memory", "pids", "cpu", "disk", "output", "wall")
+FUNCTION = Blueprint(memory=256 << 20, pids=64, disk=256 << 20, output=1 << 20)  # of a function that names no other
+
+
+def shape(row: Mapping[str, Any] | None) -> Blueprint:
+    """The blueprint a row describes; Invalid says what is wrong with it."""
+    if row is None:
+        return FUNCTION
+    limits = row["limits"] or {}
+    if not isinstance(limits, Mapping) or set(limits) - set(LIMITS):
+        raise Invalid(f"limits of blueprint {row['name']!r} are {', '.join(LIMITS)}")
+    given: dict[str, Any] = {"tier": row["tier"], **limits}
+    for column, name in (("base", "base"), ("mounts", "mounts"), ("environment", "env"), ("idle", "idle"), ("packages", "packages"),
+                         ("ports", "ports"), ("user_name", "user"), ("egress", "egress")):  # fmt: skip
+        if row.get(column) is not None:
+            given[name] = row[column]
+    return Blueprint.of(given)
+
+
+def find(layer: Any, name: str, branch: str = "main") -> dict[str, Any]:
+    """The row of a blueprint, or NotFound."""
+    return row_of(layer, "blueprint", name, branch)
+
+
+def row_of(layer: Any, entity: str, name: str, branch: str = "main", as_of: int | None = None) -> dict[str, Any]:
+    """A row of a system entity by its name, with its version in `_tx`; NotFound when there is none."""
+    catalog, known = layer._catalog, SYSTEM.by_name[entity]
+    with layer.engine.reading() as session:
+        epoch = clock(layer.engine, session)[1]
+
+        def make() -> dict[str, Any] | None:
+            chain = catalog.chain(session, catalog.branch(session, branch), as_of)
+            rows = catalog.rows(session, known, chain, f"where x.{known.by_name['name'].store} = ?", (name,))
+            return rows[0] if rows else None
+
+        found: dict[str, Any] | None
+        if as_of is None and branch == "main":
+            found = catalog._cached(("named", entity, name, epoch), make)
+        else:
+            found = make()
+    if found is None:
+        raise NotFound(f"there is no {entity} {name!r}", hint=f"select name from {entity} lists them")
+    return found
+
+
+def row_by_id(layer: Any, entity: str, number: int, branch: str = "main", as_of: int | None = None) -> dict[str, Any]:
+    """A row of a system entity by its id, with its version in `_tx`; NotFound when there is none."""
+    catalog, known = layer._catalog, SYSTEM.by_name[entity]
+    with layer.engine.reading() as session:
+        chain = catalog.chain(session, catalog.branch(session, branch), as_of)
+        rows = catalog.rows(session, known, chain, "where x.id = ?", (number,))
+    if not rows:
+        raise NotFound(f"there is no {entity}/{number}")
+    return dict(rows[0])
+
+
+def at_least(tier: str, least: str | None) -> None:
+    """Refuses a tier that isolates less than another."""
+    check_tier(tier)
+    if least is not None:
+        check_tier(least)
+        if TIERS.index(tier) < TIERS.index(least):  # type: ignore[arg-type]
+            raise Invalid(f"tier {tier!r} isolates less than {least!r}, which is needed here")

@@ -1,0 +1,338 @@
+"""Executions: one run of code, what it may do while it runs, and the steps it took."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound
+from ..substrate.ledger import Execution, Tx, now
+from ..substrate.narrow import canonical
+from . import secrets as vault
+from .channel import not_found
+from .draft import Draft
+from .signature import dumps
+
+STEPS = 10_000  # of one execution
+INLINE = 4096  # bytes of output that a step holds itself; more is stored by content
+TRACE = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+
+
+def traceparent(given: str | None) -> str:
+    """A span of our own in the trace that is given, or in a new one."""
+    found = TRACE.fullmatch(given or "")
+    trace = found[1] if found else secrets.token_hex(16)
+    return f"00-{trace}-{secrets.token_hex(8)}-01"
+
+
+def digest(data: bytes) -> str:
+    return sha256(data).hexdigest()
+
+
+class Run:
+    """An execution that is being run here: it answers what its box asks, and keeps the steps.
+
+    `atomic`: what it changes is a draft until its end. Otherwise each change is a tx at once.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        execution: Execution,
+        *,
+        branch: str = "main",
+        reads: Mapping[str, Any] | None = None,
+        calls: Sequence[str] | None = (),
+        readable: Collection[str] = (),
+        projections: Sequence[str] | None = (),
+        atomic: bool = True,
+        narrowed: bool = True,
+    ) -> None:
+        self.layer, self.execution, self.branch, self.atomic = layer, execution, branch, atomic
+        self.reads = {} if reads is None and narrowed else reads
+        self.calls, self.readable, self.projections = calls, readable, projections
+        self.token = secrets.token_urlsafe(24)
+        self.draft = Draft()
+        self.steps: list[tuple[str, dict[str, Any], str]] = []
+        self.flushed = 0
+        self.returned: dict[str, Any] | None = None
+        self.conflicted = False
+        self.open = True
+        self.about: dict[str, Any] = {}  # what /me tells beside the rest
+        self.on_slice: Callable[[], str] | None = None
+        self.tape: Any = None
+
+    # Steps
+
+    def step(self, kind: str, **detail: Any) -> int:
+        """Record an act; its number."""
+        if len(self.steps) >= STEPS:
+            raise LimitExceeded(f"an execution takes at most {STEPS} steps")
+        self.steps.append((kind, detail, now()))
+        return len(self.steps)
+
+    def facts(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """The steps that are not recorded yet, as rows."""
+        first, self.flushed = self.flushed, len(self.steps)
+        return [
+            ("ledger_step", (self.execution.id, n, kind, dumps(detail).decode(), at))
+            for n, (kind, detail, at) in enumerate(self.steps[first:], start=first + 1)
+        ]
+
+    def output(self, stream: str, data: bytes, truncated: bool) -> None:
+        """Keep what was printed: short text in the step, more by content."""
+        if not data:
+            return
+        detail: dict[str, Any] = {"stream": stream, "bytes": len(data), "digest": digest(data)}
+        if truncated:
+            detail["truncated"] = True
+        shown = _plain_text(data) if len(data) <= INLINE else None
+        if shown is not None:
+            detail["text"] = shown
+        else:
+            self.layer.engine.put_blob(detail["digest"], data)
+        self.steps.append(("output", detail, now()))
+
+    # What the box asks
+
+    def answer(self, method: str, name: str, rest: str, given: Mapping[str, Any], body: bytes) -> Any:
+        """Do what was asked through the channel, within what this execution may."""
+        if not self.open:
+            raise Denied("this execution is over", hint="LAYER_URL holds for one execution")
+        act = getattr(self, f"_on_{name}", None) if name.isidentifier() else None
+        if name == "openapi.json":
+            from .openapi import document
+
+            return document()
+        if act is None:
+            raise not_found(name)
+        start = time.perf_counter()
+        before = len(self.steps)
+        try:
+            answer = act(_Given(name, given, rest, body))
+        except LayerError as error:
+            if isinstance(error, Conflict) and self.draft.first_read is not None:
+                self.conflicted = True
+            if isinstance(error, Denied):
+                self.layer._ledger.denied(self.execution, error, action=name)
+            if len(self.steps) < STEPS:
+                self.steps.append(("refusal", {"do": name, "code": error.code, "message": error.message[:2000]}, now()))
+            raise
+        if len(self.steps) > before:
+            self.steps[before][1]["ms"] = round((time.perf_counter() - start) * 1000, 2)
+        return answer
+
+    def _on_query(self, given: _Given) -> Any:
+        sql, params, limit = given.text("sql"), given.get("params"), given.get("limit")
+        most = self.layer.settings.query_rows if limit is None else int(limit)
+        if len(self.draft):
+            rows, tx = self._within(sql, params, most), None
+        else:
+            rows, tx = self.layer._reads.query_at(
+                sql, params, self.branch, None, self.deciding, None, most, narrow=self.reads
+            )
+            if self.draft.first_read is None:
+                self.draft.first_read = tx
+        data = dumps(rows)
+        self.step("query", sql=sql, params=params, tx=tx, rows=len(rows), digest=digest(data))
+        return _Raw(b'{"rows":' + data + b',"tx":' + str(tx or "null").encode() + b"}")
+
+    @property
+    def deciding(self) -> int:
+        return self.execution.principal if self.execution.authority is None else self.execution.authority
+
+    def _within(self, sql: str, params: Any, most: int) -> list[dict[str, Any]]:
+        """Rows as they would be after what has been asked for so far."""
+        engine, settings = self.layer.engine, self.layer.settings
+
+        def act(tx: Tx) -> Any:
+            self.draft.apply(tx)
+            deadline = time.monotonic() + settings.query_seconds
+            return engine.inside(tx, sql, params, deadline, most, narrow=canonical(self.reads))
+
+        return list(self.layer._ledger.rehearse(self.execution, self.branch, act))
+
+    def _on_insert(self, given: _Given) -> Any:
+        entity, values = given.text("entity"), given.get("values")
+        rows = values if isinstance(values, list) else [values]
+        if not all(isinstance(row, dict) for row in rows):
+            raise Invalid(f"a row of {entity!r} is an object of its fields")
+        ids = list(self.layer._ledger.reserve(len(rows)))
+        self._change(
+            [
+                lambda tx, row=row, number=number: tx.insert(entity, row, number=number)
+                for row, number in zip(rows, ids, strict=True)
+            ]
+        )
+        for row, number in zip(rows, ids, strict=True):
+            self._mutated("insert", entity, number, row)
+        return {"ids": ids} if isinstance(values, list) else {"id": ids[0]}
+
+    def _on_update(self, given: _Given) -> Any:
+        entity, number, expect = given.text("entity"), given.number("id"), given.optional_number("expect")
+        values = given.get("values")
+        if not isinstance(values, dict):
+            raise Invalid(f"new values of {entity!r} are an object of fields")
+        self._change([lambda tx: tx.update(entity, number, values, expect, self.draft.first_read)])
+        self._mutated("update", entity, number, values)
+        return {"ok": True}
+
+    def _on_delete(self, given: _Given) -> Any:
+        entity, number, expect = given.text("entity"), given.number("id"), given.optional_number("expect")
+        self._change([lambda tx: tx.delete(entity, number, expect, self.draft.first_read)])
+        self._mutated("delete", entity, number, None)
+        return {"ok": True}
+
+    def _on_upsert(self, given: _Given) -> Any:
+        entity, values, on = given.text("entity"), given.get("values"), given.get("on")
+        if not isinstance(values, dict) or not isinstance(on, list):
+            raise Invalid("upsert takes an object of fields, and in `on` the names of those that tell rows apart")
+        found: list[int] = []
+
+        def act(tx: Tx) -> None:
+            found.append(tx.upsert(entity, values, on))
+
+        self._change([act])
+        self._mutated("upsert", entity, found[-1] if found else None, values)
+        return {"id": found[-1] if found and not self.atomic else None}
+
+    def _change(self, changes: Sequence[Callable[[Tx], Any]]) -> None:
+        ledger = self.layer._ledger
+        if self.atomic:
+            self.draft.add(changes, lambda act: ledger.rehearse(self.execution, self.branch, act))
+        else:
+            ledger.write(self.execution, self.branch, lambda tx: [change(tx) for change in changes])
+
+    def _mutated(self, do: str, entity: str, number: int | None, values: Any) -> None:
+        self.step(
+            "mutation", do=do, entity=entity, id=number, fields=sorted(values or ()), digest=digest(dumps(values))
+        )
+
+    def _on_call(self, given: _Given) -> Any:
+        from .verbs import call
+
+        name, arguments = given.text("function"), given.get("arguments") or {}
+        if self.calls is not None and name not in self.calls:
+            raise Denied(f"this execution may not call {name!r}", action="call", resource=f"function:{name}")
+        outcome = call(
+            self.layer,
+            name,
+            arguments,
+            principal=self.execution.principal,
+            branch=self.branch,
+            parent=self.execution.id,
+            trace=self.execution.trace,
+            contract=(self.execution.call or {}).get("contract"),
+        )
+        data = dumps(outcome)
+        self.step("call", function=name, digest=digest(data))
+        return _Raw(b'{"result":' + data + b"}")
+
+    def _on_secret(self, given: _Given) -> Any:
+        name = given.text("name")
+        opened = vault.readable(self.layer, name, self.execution, self.readable, branch=self.branch)
+        self.step("secret", name=name, use="read")
+        return {"value": opened[name]}
+
+    def _on_emit(self, given: _Given) -> Any:
+        name, data = given.text("name"), given.get("data")
+        if len(dumps(data)) > 65536:
+            raise LimitExceeded("an event is at most 64 KiB", hint="keep large content as an artifact")
+        self.step("emit", name=name, data=data)
+        return {"ok": True}
+
+    def _on_artifact(self, given: _Given) -> Any:
+        name = given.rest or given.text("name")
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name or len(name) > 1000:
+            raise Invalid(f"{name!r} is not a name for an artifact", hint="a relative path")
+        found = digest(given.body)
+        self.layer.engine.put_blob(found, given.body)
+        self.step("artifact", name=name, digest=found, bytes=len(given.body))
+        return {"digest": found, "bytes": len(given.body)}
+
+    def _on_projection(self, given: _Given) -> Any:
+        from ..projection.query import read
+
+        name, arguments = given.rest or given.text("name"), given.get("arguments") or {}
+        if self.projections is not None and name not in self.projections:
+            raise NotFound(f"there is no projection {name!r}")
+        rows, tx = read(self.layer, name, arguments, principal=self.deciding, branch=self.branch, granted=True)
+        if self.draft.first_read is None:
+            self.draft.first_read = tx
+        data = dumps(rows)
+        self.step("query", projection=name, params=arguments, tx=tx, rows=len(rows), digest=digest(data))
+        return _Raw(b'{"rows":' + data + b',"tx":' + str(tx).encode() + b"}")
+
+    def _on_slice(self, given: _Given) -> Any:
+        if self.on_slice is None:
+            raise NotFound("this box has no local slice", hint="its blueprint says whether it has one")
+        return {"path": self.on_slice()}
+
+    def _on_me(self, given: _Given) -> Any:
+        return {
+            "execution": self.execution.id,
+            "principal": self.layer._name_of(self.execution.principal),
+            "branch": self.branch,
+            "trace": self.execution.trace,
+            "reads": None if self.reads is None else sorted(self.reads),
+            "scope": None if self.execution.scope.entities is None else dict(self.execution.scope.entities),
+            "functions": None if self.calls is None else list(self.calls),
+            "steps": len(self.steps),
+            **self.about,
+        }
+
+    def _on_return(self, given: _Given) -> Any:
+        if self.returned is not None:
+            raise Conflict("this execution has returned already")
+        self.returned = {key: given.get(key) for key in ("value", "error") if given.has(key)}
+        self.tape = given.get("tape")
+        return {"ok": True}
+
+
+class _Raw(bytes):
+    """An answer that is JSON already."""
+
+
+class _Given:
+    """What came with a request, each part checked when it is taken."""
+
+    def __init__(self, name: str, given: Mapping[str, Any], rest: str, body: bytes) -> None:
+        self.name, self._given, self.rest, self.body = name, given, rest, body
+
+    def has(self, key: str) -> bool:
+        return key in self._given
+
+    def get(self, key: str) -> Any:
+        return self._given.get(key)
+
+    def text(self, key: str) -> str:
+        value = self._given.get(key)
+        if not isinstance(value, str) or not value:
+            raise Invalid(f"{self.name} needs {key!r}, a text")
+        return value
+
+    def number(self, key: str) -> int:
+        value = self.optional_number(key)
+        if value is None:
+            raise Invalid(f"{self.name} needs {key!r}, a number")
+        return value
+
+    def optional_number(self, key: str) -> int | None:
+        value = self._given.get(key)
+        if isinstance(value, str) and value.isascii() and value.isdigit():
+            return int(value)
+        if value is not None and type(value) is not int:
+            raise Invalid(f"{key!r} is a whole number, not {value!r:.60}")
+        return value
+
+
+def _plain_text(data: bytes) -> str | None:
+    try:
+        found = data.decode()
+    except UnicodeDecodeError:
+        return None
+    return None if "\0" in found else found

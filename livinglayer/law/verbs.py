@@ -1,0 +1,341 @@
+"""The door: `call(layer, verb, arguments)`. Every change is a verb of one table or a function; both are bound, decided, recorded and run here."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Denied, LayerError, NotFound
+from ..substrate.ledger import Execution
+from ..substrate.reads import clock
+from ..substrate.schema import MAIN
+from ..substrate.values import json_text
+from . import functions
+from .executions import traceparent
+from .functions import Asking
+from .signature import Signature, dumps, field
+
+Object = dict[str, Any]
+Items = list[Any]
+TYPES = {str: "text", int: "int", float: "float", bool: "bool"}
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One entry of the table: what it takes, what it says of itself, what it does."""
+
+    name: str
+    run: Callable[..., Any]
+    signature: Signature
+    description: str
+    brief: bool  # it is one tx
+    hidden: tuple[str, ...]  # arguments that are never recorded
+
+
+VERBS: dict[str, Verb] = {}
+
+
+def verb(
+    name: str, *, brief: bool = True, hidden: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Enter a function into the table; its keywords are the arguments, its docstring what people read."""
+
+    def enter(run: Callable[..., Any]) -> Callable[..., Any]:
+        hints = typing.get_type_hints(run)
+        arguments = {}
+        for each in list(inspect.signature(run).parameters.values())[1:]:
+            kind, optional = _type(hints[each.name])
+            spec: dict[str, Any] = {"type": kind, "required": not optional and each.default is each.empty}
+            if each.default is not each.empty and each.default is not None:
+                spec["default"] = each.default
+            arguments[each.name] = (
+                field(name, each.name, spec) if kind != "json" else field(name, each.name, {**spec, "default": None})
+            )
+        VERBS[name] = Verb(name, run, Signature(arguments), inspect.getdoc(run) or "", brief, hidden)
+        return run
+
+    return enter
+
+
+def _type(hint: Any) -> tuple[str, bool]:
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    kinds = [part for part in parts if part is not type(None)]
+    return (TYPES.get(kinds[0], "json") if len(kinds) == 1 else "json"), len(kinds) < len(parts)
+
+
+class Call:
+    """One use of a verb: the layer as its principal, in an execution of its own."""
+
+    def __init__(self, layer: Any, execution: Execution, asking: Asking) -> None:
+        self.asking, self.execution = asking, execution
+        self.layer = copy.copy(layer)  # the same layer, acting as whoever calls and in this execution alone
+        self.layer._me = asking.principal
+        self.layer._execution = lambda principal=None: execution
+        self.branch, self.reason = asking.branch, asking.reason
+
+
+def call(
+    layer: Any,
+    name: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    principal: int | None = None,
+    branch: str = "main",
+    parent: int | None = None,
+    cause_tx: int | None = None,
+    trigger: int | None = None,
+    contract: int | None = None,
+    key: str | None = None,
+    trace: str | None = None,
+    reason: str | None = None,
+    runner: str | None = None,
+) -> Any:
+    """Do what a verb or a function does, as a principal: what it gives, or the error that is recorded too."""
+    who = layer._me if principal is None else principal
+    asking = Asking(who, branch, parent, cause_tx, trigger, contract, key, trace, reason, runner=runner)
+    found = VERBS.get(name)
+    if found is not None:
+        return _verb(layer, found, arguments or {}, asking)
+    try:
+        outcome = functions.call(layer, name, arguments or {}, asking)
+    except LayerError as error:
+        _refused(layer, name, {}, asking, error)
+        raise
+    if outcome.error is not None:
+        outcome.error.details.setdefault("execution", outcome.execution)
+        raise outcome.error
+    return outcome.value
+
+
+def _verb(layer: Any, found: Verb, arguments: Mapping[str, Any], asking: Asking) -> Any:
+    shown = {key: value for key, value in arguments.items() if key not in found.hidden}
+    try:
+        bound = found.signature.bind(found.name, arguments)
+    except LayerError as error:
+        _refused(layer, found.name, shown, asking, error)
+        raise
+    execution = _opened(layer, found.name, {k: v for k, v in bound.items() if k not in found.hidden}, asking)
+    execution.brief = found.brief
+    try:
+        result = found.run(Call(layer, execution, asking), **bound)
+    except LayerError as error:
+        execution.brief = False
+        _conclude(layer, execution, error)
+        raise
+    except BaseException as error:
+        execution.brief = False
+        _conclude(layer, execution, LayerError(f"{type(error).__name__}: {error}"))
+        raise
+    if execution.brief and execution.id is not None:
+        layer._ledger.let_go(execution)
+    elif execution.open:
+        layer._ledger.conclude(execution, "done", {"value": result} if len(dumps(result)) < 65536 else None)
+    return result
+
+
+def _opened(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking) -> Execution:
+    made: Execution = layer._ledger.open(
+        asking.principal, None, "verb", asking.reason, asking.parent, traceparent(asking.trace)
+    )
+    with layer.engine.reading() as session:
+        state = clock(layer.engine, session)[0]
+        try:
+            branch = MAIN if asking.branch == "main" else layer._catalog.branch(session, asking.branch).id
+        except NotFound:
+            branch = None
+    text = json_text("arguments", _plain(shown))
+    made.call = {
+        "verb": name, "arguments": text if len(text) <= 1 << 20 else None, "branch": branch, "state": state, "contract": asking.contract,
+        "trigger": asking.trigger, "cause_tx": asking.cause_tx, "attempt": asking.attempt, "key": asking.key, "runner": asking.runner,
+    }  # fmt: skip
+    return made
+
+
+def _plain(value: Any) -> Any:
+    """What can be recorded of arguments, whatever they were."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _refused(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking, error: LayerError) -> None:
+    """Record a call that did not come to an execution of its own."""
+    _conclude(layer, _opened(layer, name, shown, asking), error)
+
+
+def _conclude(layer: Any, execution: Execution, error: LayerError) -> None:
+    if not execution.open:
+        return
+    denied = isinstance(error, Denied)
+    if denied and execution.id is None:
+        layer._ledger.denied(execution, error, action="call", resource=str((execution.call or {}).get("verb")))
+    told = {"error": {"code": error.code, "message": error.message, "hint": error.hint}}
+    if error.details.get("rows"):
+        told["error"]["rows"] = error.details["rows"]  # type: ignore[assignment]
+    layer._ledger.conclude(execution, "denied" if denied else "failed", told)
+
+
+# The table. Each is the layer's own method of the same meaning; functions and whatever else has rows bring their own.
+
+
+@verb("row.insert")
+def _insert(call: Call, *, entity: str, values: Any) -> Any:
+    """Add a row and give its id; a list of rows is one tx and gives a list of ids."""
+    return call.layer.insert(entity, values, branch=call.branch, reason=call.reason, key=call.asking.key)
+
+
+@verb("row.update")
+def _update(call: Call, *, entity: str, id: int, values: Object, expect: int | None = None) -> Any:
+    """Set fields of a row and give the tx, its new version."""
+    return call.layer.update(
+        entity, id, values, expect=expect, branch=call.branch, reason=call.reason, key=call.asking.key
+    )
+
+
+@verb("row.delete")
+def _delete(call: Call, *, entity: str, id: int, expect: int | None = None) -> Any:
+    """Remove a row, and what cascades from it; its history stays."""
+    return call.layer.delete(entity, id, expect=expect, branch=call.branch, reason=call.reason, key=call.asking.key)
+
+
+@verb("row.upsert")
+def _upsert(call: Call, *, entity: str, values: Object, on: Items) -> Any:
+    """Update the row with these values in the fields `on`, or add one; gives its id."""
+    return call.layer.upsert(entity, values, on=on, branch=call.branch, reason=call.reason, key=call.asking.key)
+
+
+@verb("entity.define")
+def _define(
+    call: Call, *, name: str, fields: Object, unique: Items | None = None, description: str | None = None
+) -> Any:
+    """Make an entity with its fields, or add fields to one; gives its id."""
+    return call.layer.define(
+        name, fields, unique=unique or (), description=description, branch=call.branch, reason=call.reason
+    )
+
+
+@verb("entity.alter")
+def _alter(
+    call: Call, *, name: str, add: Object | None = None, rename: Object | None = None, retype: Object | None = None, drop: Items | None = None,
+    change: Object | None = None, new_name: str | None = None, description: str | None = None,
+) -> Any:  # fmt: skip
+    """Change an entity; stored rows are not rewritten."""
+    return call.layer.alter(
+        name, add=add, rename=rename, retype=retype, drop=drop or (), change=change, name=new_name, description=description,
+        branch=call.branch, reason=call.reason,
+    )  # fmt: skip
+
+
+@verb("entity.backfill")
+def _backfill(call: Call, *, name: str, field: str) -> Any:
+    """Finish a retype: convert the rows that still hold the old type; says how many."""
+    return call.layer.backfill(name, field, branch=call.branch, reason=call.reason)
+
+
+@verb("entity.drop")
+def _drop(call: Call, *, name: str) -> Any:
+    """Take an entity out of the schema; its history stays."""
+    return call.layer.drop(name, branch=call.branch, reason=call.reason)
+
+
+@verb("branch.fork", brief=False)
+def _fork(call: Call, *, name: str, source: str = "main", slice: Object | None = None, as_of: int | None = None) -> Any:
+    """A new branch of everything, or of a slice; costs one row."""
+    return call.layer.fork(name, source, slice, as_of, reason=call.reason)
+
+
+@verb("branch.merge", brief=False)
+def _merge(call: Call, *, name: str, target: str | None = None) -> Any:
+    """Bring a branch's changes to its parent; with conflicts nothing is applied and they become rows."""
+    return vars(call.layer.merge(name, target, reason=call.reason))
+
+
+@verb("branch.discard", brief=False)
+def _discard(call: Call, *, name: str) -> Any:
+    """Close a branch; its name is free again, its history stays."""
+    return call.layer.discard(name, reason=call.reason)
+
+
+@verb("conflict.resolve", brief=False)
+def _resolve(call: Call, *, id: int, value: Any = None, take: str | None = None) -> Any:
+    """Say what a conflict's value shall be (or take ours or theirs); the next merge uses it."""
+    return call.layer.resolve(id, value, take=take, reason=call.reason)
+
+
+@verb("principal.define")
+def _principal(
+    call: Call, *, name: str, kind: str | None = None, attributes: Object | None = None, roles: Items | None = None
+) -> Any:
+    """Make a principal, or change what is given of it; gives its id."""
+    return call.layer.principal(name, kind, attributes, roles, on=call.branch)
+
+
+@verb("permission.grant")
+def _grant(
+    call: Call, *, principal: str, action: str, resource: str, where: str | None = None, fields: Items | None = None, on_branch: str | None = None,
+    effect: str = "allow", delegable: bool = False,
+) -> Any:  # fmt: skip
+    """Allow (or deny) an action; gives the permission's id."""
+    return call.layer.grant(
+        principal, action, resource, where=where, fields=fields, branch=on_branch, effect=effect, delegable=delegable, on=call.branch,
+        reason=call.reason,
+    )  # fmt: skip
+
+
+@verb("permission.revoke")
+def _revoke(call: Call, *, id: int) -> Any:
+    """Take a permission back, and what was delegated from it."""
+    return call.layer.revoke(id, on=call.branch, reason=call.reason)
+
+
+@verb("history.prune", brief=False)
+def _prune(call: Call, *, before: int) -> Any:
+    """Forget closed versions that ended before a tx; gives how many."""
+    return call.layer.prune(before, reason=call.reason)
+
+
+@verb("blueprint.define")
+def _blueprint(
+    call: Call, *, name: str, tier: str = "namespace", base: str | None = None, limits: Object | None = None, egress: Items | None = None,
+    mounts: Items | None = None, secrets: Items | None = None, environment: Object | None = None, idle: Object | None = None,
+    packages: Items | None = None, ports: Items | None = None, slice: bool | None = None, description: str | None = None,
+) -> Any:  # fmt: skip
+    """Make or change the shape of boxes; gives its id."""
+    from .blueprints import shape
+
+    row = {
+        "name": name, "tier": tier, "base": base, "limits": limits, "egress": egress, "mounts": mounts, "secrets": secrets, "environment": environment,
+        "idle": idle, "packages": packages, "ports": ports, "slice": slice, "description": description,
+    }  # fmt: skip
+    shape(row)
+    return call.layer.upsert("blueprint", row, on=["name"], branch=call.branch, reason=call.reason)
+
+
+@verb("function.define")
+def _function(
+    call: Call, *, name: str, language: str = "python", code: str, signature: Object | None = None, blueprint: str | None = None, reads: Any = None,
+    writes: Any = None, calls: Items | None = None, projections: Items | None = None, timeout: float | None = None, rights: str = "caller",
+    retries: Object | None = None, deterministic: bool = True, description: str | None = None,
+) -> Any:  # fmt: skip
+    """Make or change a function; gives its id."""
+    from .blueprints import row_of
+
+    declared = functions.parts("reads", reads)
+    if calls:
+        declared["function"] = {"names": Items(calls)}
+    if projections:
+        declared["projection"] = {"names": Items(projections)}
+    row = {
+        "name": name, "language": language, "code": code, "signature": signature, "reads": declared or None, "writes": functions.parts("writes", writes) or None,
+        "blueprint": None if blueprint is None else row_of(call.layer, "blueprint", blueprint, call.branch)["id"], "timeout": timeout,
+        "rights": rights, "retries": retries, "deterministic": deterministic, "description": description,
+    }  # fmt: skip
+    functions.check(call.layer, row)
+    return call.layer.upsert("function", row, on=["name"], branch=call.branch, reason=call.reason)
