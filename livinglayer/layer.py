@@ -442,6 +442,26 @@ class Layer(Writes):
         finally:
             self._ledger.end(opened, status)
 
+    def call(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        principal: str | None = None,
+        branch: str = "main",
+        key: str | None = None,
+        reason: str | None = None,
+        trace: str | None = None,
+        **more: Any,
+    ) -> Any:
+        """Through the one door: what a verb or a function gives, recorded. Arguments as a dict, or as keywords."""
+        from .law.verbs import call
+
+        given = {**(arguments or {}), **more}
+        return call(
+            self, verb, given, principal=self._acting(principal), branch=branch, key=key, reason=reason, trace=trace
+        )
+
     # Reads
 
     def query(
@@ -745,6 +765,11 @@ class Layer(Writes):
             if self._closed:
                 return
             self._closed = True
+        if self._ledger.denials:
+            try:
+                self._ledger.flush(self._executions.get(self._me) or self._ledger.open(self._me))
+            except LayerError:
+                pass
         for execution in list(self._executions.values()):
             try:
                 self._ledger.end(execution)
