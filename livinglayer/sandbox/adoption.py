@@ -79,6 +79,7 @@ async def _adopt_one(
     spec = Spec(id, blueprint, Root(tuple(record["layers"]), upper), host.run / "boxes" / id, cgroup, keep=True)
     box = Box(id, blueprint, driver, spec, Trace(host.traces, id), name=record["name"])
     box.created, box.parent, box.snapshot = record["created"], record["parent"], record["snapshot"]
+    box.labels, box.token = record.get("labels") or {}, record.get("token")
     host.boxes[id] = box
     host.names[record["name"]] = id
     if alive and resident is not None:
@@ -95,6 +96,7 @@ async def _adopt_one(
                 print(f"the machine of box {id} is lost: {error}", file=sys.stderr)
     if box.guest is not None and box.network is not None:
         host.live(box)
+        host.name_channel(box)
         box.state = record["state"]
         if host.gateway:
             await host.gateway.serve(id, box.network, blueprint.egress, {})

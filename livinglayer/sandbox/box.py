@@ -183,4 +183,8 @@ class Box:
 
 def environment(box: Box, given: dict[str, str], tail: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
     """What a command finds in its environment: the box's, then the caller's."""
-    return {**box.environment, **box.blueprint.env, **given, **dict(tail)}
+    found = {**box.environment, **box.blueprint.env, **given, **dict(tail)}
+    for key in ("PYTHONPATH", "NODE_PATH"):  # what somebody sets there comes before what is ours, not instead of it
+        if (ours := box.environment.get(key)) and ours != found[key]:
+            found[key] = f"{found[key]}:{ours}" if found[key] else ours
+    return found

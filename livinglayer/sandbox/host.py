@@ -22,10 +22,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
 from ..settings import state_directory
+from . import inside
 from .adoption import adopt
 from .blueprint import NAME, VIRTUAL, Blueprint, Tier
 from .box import Box
@@ -48,6 +49,7 @@ from .trace import KEPT, Trace, prune
 from .waiting import WARM, Waiting
 from .zygote import Zygote
 
+T = TypeVar("T")
 IDLE_SECONDS = float(os.environ.get("LAYER_HOST_IDLE", "60"))  # a host that nobody uses ends
 CROWD = 512  # boxes, beyond which a host saves file descriptors rather than microseconds
 
@@ -211,7 +213,7 @@ class Host:
                     self.names.pop(name, None)
                 raise
         box.snapshot, box.labels, box.token = snapshot, dict(labels or {}), token
-        self._name_channel(box)
+        self.name_channel(box)
         if box.network and self.gateway:
             box.secrets = secret_values
             try:
@@ -257,7 +259,8 @@ class Host:
             box.channel.setblocking(False)
         return box.channel.fileno(), f"http://127.0.0.1:{box.channel.getsockname()[1]}"
 
-    def _name_channel(self, box: Box) -> None:
+    def name_channel(self, box: Box) -> None:
+        """Tell programs of a box that has a token where its channel is."""
         if box.token is not None:
             box.environment["LAYER_URL"] = f"{self.channel(box)[1]}/{box.token}"
 
@@ -368,9 +371,11 @@ class Host:
             self.names[box.name] = box.id
         ca = self.layers.ca is not None and box.blueprint.tier != "process"
         bundle = "/etc/ssl/certs/ca-certificates.crt"
+        place = f"/{inside.PLACE}" if box.blueprint.tier != "process" else str(inside.on_host())
         box.environment = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+            "PATH": f"{place}/bin:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
             "LANG": "C.UTF-8",
+            **inside.variables(place),
             "LAYER_BOX": box.id,
             **box.spec.environment,
         }
@@ -532,7 +537,7 @@ class Host:
             self.live(box)
             await self._hold(box)
             box.environment |= extra
-            self._name_channel(box)
+            self.name_channel(box)
             if box.network and self.gateway:
                 await self.gateway.serve(box.id, box.network, box.blueprint.egress, box.secrets)
         elif box.state == "running":
@@ -720,12 +725,16 @@ class Host:
 
     async def changes(self, box: Box) -> list[Change]:
         """The files a box has changed so far."""
+        return await self.look_at_changes(box, of_upper)
+
+    async def look_at_changes(self, box: Box, look: Callable[[Path], T]) -> T:
+        """What `look`, in a thread, finds in the directory that holds what a box has written."""
         if box.blueprint.tier not in VIRTUAL:
-            return await asyncio.to_thread(of_upper, box.spec.root.upper / "u")
+            return await asyncio.to_thread(look, box.spec.root.upper / "u")
         async with box.lock:
             target = await self._from_guest(box)
         try:
-            return await asyncio.to_thread(of_upper, target)
+            return await asyncio.to_thread(look, target)
         finally:
             self.disk.destroy(target)
 
@@ -811,7 +820,7 @@ class Host:
                 await self.kill(child)
             raise failed[0]
         for child in children:
-            child.parent, child.secrets = box.id, box.secrets
+            child.parent, child.secrets, child.labels = box.id, box.secrets, dict(box.labels)
             if child.network and self.gateway:
                 child.environment |= await self.gateway.serve(
                     child.id, child.network, box.blueprint.egress, box.secrets

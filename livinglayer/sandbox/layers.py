@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from livinglayer.errors import Conflict, Invalid, LimitExceeded, NotFound
+from livinglayer.sandbox import inside
 from livinglayer.sandbox.disk import Disk
 from livinglayer.sandbox.manifest import Entry
 from livinglayer.sandbox.manifest import entries as entries_of
@@ -60,9 +61,9 @@ GROUPS = [
     ("utmp", 43), ("staff", 50), ("users", 100), (USER, USER_ID), ("nogroup", 65534),
 ]  # fmt: skip
 SU = "auth sufficient pam_rootok.so\nauth required pam_deny.so\naccount required pam_permit.so\nsession required pam_permit.so\n"
-PROFILE = """\
-if [ "$(id -u)" -eq 0 ]; then PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-else PATH=/usr/local/bin:/usr/bin:/bin; fi
+PROFILE = f"""\
+if [ "$(id -u)" -eq 0 ]; then PATH=/{inside.PLACE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+else PATH=/{inside.PLACE}/bin:/usr/local/bin:/usr/bin:/bin; fi
 export PATH
 for script in /etc/profile.d/*.sh; do [ -r "$script" ] && . "$script"; done; unset script
 """
@@ -75,7 +76,9 @@ class Layers:
     def __init__(self, disk: Disk, ca: Path | None = None, store: Store | None = None) -> None:
         self.disk, self.ca = disk, ca
         self.store = store or Store(disk.root.parent / "store")
-        self._mask: tuple[tuple[str, ...], str] | None = None  # the names of / it was built for, and the layer
+        self._mask: tuple[tuple[object, ...], str] | None = (
+            None  # what it was built of (names of /, our own files), and the layer
+        )
 
     def resolve(self, base: str, progress: Callable[[str], None] = lambda line: None) -> tuple[str, ...]:
         """The layer names of a base, topmost first; a Debian that is not there yet is built, which takes about a minute."""
@@ -151,7 +154,8 @@ class Layers:
 
     def fit(self, layers: tuple[str, ...]) -> str:
         """The small layer above an image that makes it a box: names answered by the gateway, its certificate, the user `user`."""
-        key = hashlib.sha256(repr((layers, self.ca and self.ca.read_bytes())).encode()).hexdigest()[:24]
+        made_of = (layers, self.ca and self.ca.read_bytes(), inside.digest())
+        key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]
         name = f"{FIT}-{key}"
         if not (self.disk.layers / name).is_dir():
             below = [self.path(layer) for layer in layers]
@@ -166,8 +170,9 @@ class Layers:
     def mask(self) -> str:
         """The layer that hides all of the host's / but its programs; built again when / has a new name."""
         names = tuple(sorted(os.listdir("/")))
-        if self._mask is None or self._mask[0] != names or not (self.disk.layers / self._mask[1]).is_dir():
-            self._mask = (names, self._seal(lambda tree: build_mask(tree, names, self.ca), MASK))
+        made_of = (*names, inside.signature())
+        if self._mask is None or self._mask[0] != made_of or not (self.disk.layers / self._mask[1]).is_dir():
+            self._mask = (made_of, self._seal(lambda tree: build_mask(tree, names, self.ca), MASK))
         return self._mask[1]
 
     def _seal(self, build: Callable[[Path], None], prefix: str, name: str | None = None) -> str:
@@ -239,6 +244,9 @@ def build_fit(tree: Path, below: Sequence[Path], ca: Path | None) -> None:
         (etc / name).write_text(text, errors="surrogateescape")
         os.chmod(etc / name, 0o644)
     directory(f"home/{USER}", 0o755, USER_ID)
+    ours = directory(inside.PLACE)
+    os.setxattr(ours, OPAQUE, b"y")
+    inside.write(ours)
     if ca is not None:
         trust(
             directory("etc/ssl/certs"),
@@ -280,6 +288,8 @@ def build_mask(tree: Path, names: Iterable[str], ca: Path | None) -> None:
     _directory(tree / "home" / USER, 0o755)
     os.chown(tree / "home" / USER, USER_ID, USER_ID)
 
+    _directory(tree / inside.PLACE, 0o755)
+    inside.write(tree / inside.PLACE)
     for pattern in ETC:
         for source in sorted(Path("/etc").glob(pattern)):
             _borrow(source, tree / "etc" / source.relative_to("/etc"))

@@ -173,8 +173,11 @@ class Once:
                 except BlockingIOError:
                     return None
             for kind, payload in ready:
-                if kind in self._parts:
-                    self._parts[kind].append(payload[1:] if kind == PROGRESS else payload)
+                if kind == PROGRESS:  # a long answer comes in parts; what the host says of long work is for others
+                    if payload[:1] == b"+":
+                        self._parts[kind].append(payload[1:])
+                elif kind in self._parts:
+                    self._parts[kind].append(payload)
                 elif kind == RESULT:
                     end = json.loads(b"".join(self._parts[PROGRESS]) + payload)
                     stdout, stderr = (b"".join(self._parts[kind]) for kind in (STDOUT, STDERR))
@@ -224,6 +227,26 @@ class Once:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def channel(state: Path, box: str) -> socket.socket:
+    """The listener behind a box's LAYER_URL. Whoever has it must close it before somebody else serves the box."""
+    request = json.dumps({"do": "channel", "box": box}).encode()
+    with connect(state) as connection:
+        connection.sendall(HEAD.pack(len(request), 0, CALL) + request)
+        frames = Frames()
+        while True:
+            data, fds, _, _ = socket.recv_fds(connection, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                raise Unavailable("the sandbox host has hung up", hint="try again: it is started on demand")
+            for _, kind, payload in frames.feed(data):
+                if kind == ERROR:
+                    raise to_error(payload)
+                if not fds:
+                    raise Unavailable("the channel of the box did not come", hint="ulimit -n")
+                listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fds[0])
+                listener.setblocking(False)
+                return listener
 
 
 _CLOSED = socket.socket(socket.AF_UNIX)  # stands where a connection was: everything fails

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import Invalid, LayerError, LimitExceeded, TimedOut
+from ..errors import Invalid, LayerError, LimitExceeded
 from .blueprint import VIRTUAL, Blueprint, check_variable
 from .box import Box, environment
+from .changes import of_upper
 from .commands import Command, Stream, encode_exec, exec_flags
 from .host import Host
 from .wire import DONE, EXIT, PAYLOAD_MAX, STARTED, STDERR, STDOUT, Kind
@@ -252,11 +253,21 @@ class Run(Stream):
         elif kind == DONE:
             assert self._command is not None
             error = self._command.error
-            if self._command.timed_out and self._begun and isinstance(error, TimedOut):
-                self._command.status = -9  # its box does not answer, and goes
-                self._exited()
+            if self._begun and self._killed_with_its_box():
+                self._command.status = -9
+                self._answer(None)
             else:
                 self._fail(error or Invalid("the program did not start"))
+
+    def _killed_with_its_box(self) -> bool:
+        """Whether a limit ended the box under the program: memory, its time, or a deadline that the box did not answer to."""
+        box, command = self._box, self._command
+        assert box is not None and command is not None
+        if box.spec.cgroup.stats().get("oom_kills"):
+            command.usage["oom_killed"] = True
+        expired = [event for event in self._events if event.get("limit") == "wall"]
+        command.timed_out |= bool(expired)
+        return command.timed_out or "oom_killed" in command.usage
 
     # ---- its end ----
 
@@ -274,23 +285,12 @@ class Run(Stream):
         try:
             if box.network and box.network.used and self._host.gateway:
                 await self._host.gateway.finish(box.id)  # what it had still to tell has been told then
-            changes = await self._changes(box)
+            changes = await self._host.look_at_changes(box, _changes)
         except (LayerError, OSError):
             pass
         finally:
             self._task = None
         self._answer(changes)
-
-    async def _changes(self, box: Box) -> list[dict[str, Any]]:
-        found = [change for change in await self._host.changes(box) if change.type != "directory"][:CHANGES_MAX]
-        upper = None if box.blueprint.tier in VIRTUAL else box.spec.root.upper / "u"
-        paths = [change.path for change in found if change.type == "file" and change.kind != "removed"]
-        digests = await asyncio.to_thread(_digests, upper, paths) if upper else {}
-        return [
-            {"path": f"/{change.path}", "kind": change.kind, "type": change.type, "size": change.after}
-            | {"digest": digests.get(change.path)}
-            for change in found
-        ]
 
     def _answer(self, changes: list[dict[str, Any]] | None) -> None:
         box, command = self._box, self._command
@@ -382,6 +382,17 @@ def _touched(box: Box) -> bool:
         return bool(os.listdir(box.spec.root.upper / "u"))
     except OSError:
         return True
+
+
+def _changes(upper: Path) -> list[dict[str, Any]]:
+    """The files that were changed, as a caller hears of them."""
+    found = [change for change in of_upper(upper) if change.type != "directory"][:CHANGES_MAX]
+    digests = _digests(upper, [change.path for change in found if change.type == "file" and change.kind != "removed"])
+    return [
+        {"path": f"/{change.path}", "kind": change.kind, "type": change.type, "size": change.after}
+        | {"digest": digests.get(change.path)}
+        for change in found
+    ]
 
 
 def _digests(upper: Path, paths: list[str]) -> dict[str, str]:

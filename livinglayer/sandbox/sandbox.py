@@ -6,6 +6,7 @@ import io
 import os
 import posixpath
 import signal as signals
+import socket
 import struct
 import tarfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from ..errors import Conflict, Invalid, LayerError, NotFound, TimedOut
 from .archive import Content, as_file, members
 from .blueprint import Blueprint
 from .client import Client, Connection, async_client, blocking_client, run_blocking, to_error
+from .once import channel as channel_of
 from .wire import ERROR, PAYLOAD_MAX, RESULT, STARTED, STDERR, STDOUT, Kind
 
 List = list  # inside the classes `list` is a method
@@ -494,6 +496,8 @@ class AsyncSandbox:
         record: str | None = None,
         replay: str | None = None,
         warm: bool = True,
+        labels: Mapping[str, str] | None = None,
+        token: str | None = None,
         progress: Callable[[str], Any] | None = None,
         **shape: Any,
     ) -> "AsyncSandbox":
@@ -513,6 +517,8 @@ class AsyncSandbox:
             "snapshot": snapshot.id if isinstance(snapshot, Snapshot) else snapshot,
             "secrets": dict(secrets) if secrets else None,
             "warm": warm,
+            "labels": dict(labels) if labels else None,
+            "token": token,
             "record": record,
             "replay": replay,
         }
@@ -525,10 +531,11 @@ class AsyncSandbox:
         return cls(client, await client.call({"do": "get", "box": box}))
 
     @classmethod
-    async def list(cls) -> "list[AsyncSandbox]":
-        """Every box of this host."""
+    async def list(cls, *, labels: Mapping[str, str] | None = None) -> "list[AsyncSandbox]":
+        """Every box of this host, or those that have all of these labels."""
         client = cls._client_of()
-        return [cls(client, found) for found in await client.call({"do": "list"})]
+        request = {"do": "list", "labels": dict(labels) if labels else None}
+        return [cls(client, found) for found in await client.call(request)]
 
     @classmethod
     async def capabilities(cls, tier: str) -> dict[str, Any]:
@@ -721,6 +728,13 @@ class AsyncSandbox:
         """An address of the host's loopback that leads to a port of the box; connecting wakes the box."""
         found = await self._do("expose", port=number)
         return found["host"], found["port"]
+
+    async def channel(self) -> socket.socket:
+        """The listener that programs of the box reach at LAYER_URL (set when it was created with a `token`), and nobody else can.
+
+        Any process of the owner may ask for it, also after a restart; only one at a time should accept.
+        """
+        return channel_of(self._client.state, self.id)
 
     async def set_egress(self, rules: Sequence[str | Mapping[str, Any]]) -> None:
         """Other egress rules from now on."""

@@ -643,6 +643,14 @@ async def connect(connection: Connection, request: dict[str, Any]) -> Any:
     return STREAMS
 
 
+@verb("channel")
+async def channel(connection: Connection, request: dict[str, Any]) -> Any:
+    """The listener behind a box's LAYER_URL."""
+    fd, address = connection.host.channel(connection.host.find(request["box"]))
+    connection.send_fds(RESULT, json.dumps({"address": address}).encode(), [fd])
+    return STREAMS
+
+
 @verb("expose")
 async def expose(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
     """A port of the box at an address of the host's loopback."""
@@ -734,6 +742,8 @@ async def create(connection: Connection, request: dict[str, Any]) -> dict[str, A
         warm=request.get("warm", True),
         record=request.get("record"),
         replay=request.get("replay"),
+        labels=request.get("labels"),
+        token=request.get("token"),
         say=connection.say,
     )
     if box.name is None and (
@@ -758,8 +768,12 @@ async def get(connection: Connection, request: dict[str, Any]) -> dict[str, Any]
 
 @verb("list")
 async def list_(connection: Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
-    host = connection.host
-    return [box.describe() for box in host.boxes.values() if box.state != "starting" and box not in host.waiting]
+    host, wanted = connection.host, (request.get("labels") or {}).items()
+    return [
+        box.describe()
+        for box in host.boxes.values()
+        if box.state != "starting" and wanted <= box.labels.items() and box not in host.waiting
+    ]
 
 
 @verb("kill")

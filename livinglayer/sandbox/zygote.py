@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Conflict, Invalid, LimitExceeded, Unavailable
+from . import inside
 from .box import Box
 from .commands import Command
 from .drivers.namespace import NamespaceGuest
@@ -47,8 +48,14 @@ class Zygote:
             _in_memory("enter", programs / "libenter.so"),
             _in_memory("filter", programs / "filter.bpf"),
         ]
+        ours_inside = [
+            (path, content) for path, _, content in inside.files() if path.endswith(".py") and "/" not in path
+        ]
+        for path, content in ours_inside:
+            fds.append(_memory(path.removesuffix(".py"), content, 0))
+        names = [path.removesuffix(".py") for path, _ in ours_inside]
         self._process = subprocess.Popen(
-            [PYTHON, "-I", "-B", f"/proc/self/fd/{fds[0]}", *map(str, fds[1:])],
+            [PYTHON, "-I", "-B", f"/proc/self/fd/{fds[0]}", *map(str, fds[1:]), *names],
             pass_fds=fds,
             env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"},
             stdin=subprocess.DEVNULL,

@@ -8,6 +8,8 @@ inside the box. A child has all that its parent has in memory: so the parent nev
 import array
 import ctypes
 import gc
+import importlib.machinery
+import importlib.util
 import json
 import os
 import select
@@ -28,6 +30,7 @@ for name in ("json", "re", "math", "random", "datetime", "collections", "itertoo
         pass
 
 CLONE_NEWPID = 0x20000000
+INSIDE = "/opt/livinglayer"
 
 
 class Program(ctypes.Structure):
@@ -74,7 +77,7 @@ def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         sys.argv[:] = ["-c", *request["args"]]
-        sys.path.insert(0, "")
+        sys.path[:0] = ["", *filter(None, request["env"].get("PYTHONPATH", "").split(":"))]
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         gc.enable()
@@ -108,6 +111,23 @@ def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
         os._exit(code & 0xFF)
 
 
+def preload(fds: dict[str, int]) -> None:
+    """Our own modules that boxes have at /opt/livinglayer, as if imported from there."""
+    for name, fd in fds.items():
+        with open(fd, "rb") as file:
+            source = file.read()
+        path = f"{INSIDE}/{name}.py"
+        spec = importlib.machinery.ModuleSpec(name, importlib.machinery.SourceFileLoader(name, path), origin=path)
+        spec.has_location = True
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            exec(compile(source, path, "exec"), module.__dict__)
+        except Exception as error:
+            del sys.modules[name]
+            sys.stderr.write(f"zygote: {name} is not preloaded: {error!r}\n")
+
+
 def forget_arguments() -> None:
     """Our own command line, which a box would see as that of its Python."""
     with open("/proc/self/stat", "rb") as file:
@@ -121,6 +141,8 @@ def forget_arguments() -> None:
 def main() -> None:
     """Serve the host until it hangs up."""
     number, library_fd, filter_fd = (int(text) for text in sys.argv[1:4])
+    rest = sys.argv[4:]  # fds of modules, then their names
+    preload(dict(zip(rest[len(rest) // 2 :], map(int, rest), strict=False)))
     control = socket.socket(fileno=number)
     library = ctypes.PyDLL(f"/proc/self/fd/{library_fd}", use_errno=True)
     libc = ctypes.PyDLL(None, use_errno=True)

@@ -101,8 +101,10 @@ def _loopback() -> None:
                 raise Unavailable(f"can't {what}: {os.strerror(-code)}")
 
 
-def _listener(kind: int, port: int) -> int:
+def _listener(kind: int, port: int, lingers: bool = True) -> int:
     with socket.socket(socket.AF_INET, kind) as sock:
+        if not lingers:  # what is accepted ends when it is closed: a namespace in which nothing lingers can serve again
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.bind((GATEWAY, port))
         if kind == socket.SOCK_STREAM:
             sock.listen(1024)
@@ -157,7 +159,7 @@ def make(nft: ctypes.CDLL | None = None) -> Network:
             made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
             made.append(_listener(socket.SOCK_STREAM, TCP_PORT))
             made.append(_listener(socket.SOCK_DGRAM, DNS_PORT))
-            made.append(_listener(socket.SOCK_STREAM, CHANNEL_PORT))
+            made.append(_listener(socket.SOCK_STREAM, CHANNEL_PORT, lingers=False))
         finally:
             if _libc.setns(home, _NEWNET):
                 os._exit(70)  # a thread lost in a box's namespace must not go on
