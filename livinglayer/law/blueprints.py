@@ -71,5 +71,5 @@ def at_least(tier: str, least: str | None) -> None:
     check_tier(tier)
     if least is not None:
         check_tier(least)
-        if TIERS.index(tier) < TIERS.index(least):  # type: ignore[arg-type]
+        if TIERS.index(tier) < TIERS.index(least):
             raise Invalid(f"tier {tier!r} isolates less than {least!r}, which is needed here")

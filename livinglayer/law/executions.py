@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -162,12 +163,7 @@ class Run:
         if not all(isinstance(row, dict) for row in rows):
             raise Invalid(f"a row of {entity!r} is an object of its fields")
         ids = list(self.layer._ledger.reserve(len(rows)))
-        self._change(
-            [
-                lambda tx, row=row, number=number: tx.insert(entity, row, number=number)
-                for row, number in zip(rows, ids, strict=True)
-            ]
-        )
+        self._change([partial(_insert, entity, row, number) for row, number in zip(rows, ids, strict=True)])
         for row, number in zip(rows, ids, strict=True):
             self._mutated("insert", entity, number, row)
         return {"ids": ids} if isinstance(values, list) else {"id": ids[0]}
@@ -291,6 +287,10 @@ class Run:
         self.returned = {key: given.get(key) for key in ("value", "error") if given.has(key)}
         self.tape = given.get("tape")
         return {"ok": True}
+
+
+def _insert(entity: str, row: Mapping[str, Any], number: int, tx: Tx) -> int:
+    return tx.insert(entity, row, number=number)
 
 
 class _Raw(bytes):

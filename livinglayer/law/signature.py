@@ -16,8 +16,13 @@ LARGEST = 16 << 20  # bytes of one argument
 
 def field(what: str, name: str, spec: str | Mapping[str, Any]) -> Field:
     """A field from what people write: 'int!', 'ref ticket', or a dict."""
-    row = field_values(what, name, spec, LARGEST)
-    return field_of({**row, "id": 0, "entity": 0, "store": "x_0", "was": None})
+    if not isinstance(name, str) or not name.isidentifier():
+        raise Invalid(f"{name!r} can't be the name of an argument of {what}")
+    try:
+        row = field_values(what, "x", spec, LARGEST)  # an argument may be called what no column could be
+    except Invalid as error:
+        raise Invalid(error.message.replace(f"{what}.x", f"{what}: {name}"), error.hint) from None
+    return field_of({**row, "name": name, "id": 0, "entity": 0, "store": "x_0", "was": None})
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,9 @@ class Engine(Protocol):
     def reader(self, source: Any) -> Any:
         """A guarded connection for the names of a `reads.Source`."""
 
-    def inside(self, tx: Any, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
+    def inside(
+        self, tx: Any, sql: str, params: Any, deadline: float, limit: int, narrow: Any = None
+    ) -> list[dict[str, Any]]:
         """A guarded query within the write transaction, which sees what it has written."""
 
 

@@ -28,6 +28,7 @@ from sqlglot import exp
 from ..errors import Conflict, Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
 from .engine import LEDGER, SWEEP_SECONDS, Lease, Session, Stale
+from .narrow import Narrow
 from .reads import Answer, Source, as_dicts, clock, distinct
 from .schema import MAIN, OWNER
 from .values import INT_MAX, INT_MIN
@@ -639,12 +640,13 @@ class PostgresEngine:
         connection = connect(psycopg.conninfo.make_conninfo(self._url, user=name, password=password))
         return Reader(self, connection, source, name)
 
-    def inside(self, tx: Tx, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
+    def inside(
+        self, tx: Tx, sql: str, params: Any, deadline: float, limit: int, narrow: Narrow | None = None
+    ) -> list[dict[str, Any]]:
         """A guarded query within the write transaction, which sees what it has written."""
         assert self._writer is not None
-        source = Source(
-            tx.work.catalog, tx.session, tx.work.catalog.branch(tx.session, tx.name), None, tx.policy, tx.work.version
-        )
+        branch = tx.work.catalog.branch(tx.session, tx.name)
+        source = Source(tx.work.catalog, tx.session, branch, None, tx.policy, tx.work.version, narrow)
         name, _ = self.role(tx.policy.principal)
         return Reader(self, self._writer, source, name).inside(sql, params, deadline, limit)
 

@@ -27,6 +27,7 @@ import apsw
 from ..errors import Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
 from .engine import LEDGER, SWEEP_SECONDS, Lease, Session, Stale
+from .narrow import Narrow
 from .reads import Answer, Source, as_dicts, shaped
 from .values import DECIMAL_DIGITS, convert, decimal_text, parameter
 
@@ -308,12 +309,13 @@ class SqliteEngine:
             connection.limit(limit, value)
         return Reader(connection, source)
 
-    def inside(self, tx: Tx, sql: str, params: Any, deadline: float, limit: int) -> list[dict[str, Any]]:
+    def inside(
+        self, tx: Tx, sql: str, params: Any, deadline: float, limit: int, narrow: Narrow | None = None
+    ) -> list[dict[str, Any]]:
         """A guarded query within the write transaction, which sees what it has written."""
         assert self._writer is not None
-        source = Source(
-            tx.work.catalog, tx.session, tx.work.catalog.branch(tx.session, tx.name), None, tx.policy, tx.work.version
-        )
+        branch = tx.work.catalog.branch(tx.session, tx.name)
+        source = Source(tx.work.catalog, tx.session, branch, None, tx.policy, tx.work.version, narrow)
         reader = Reader(self._writer, source)
         try:
             return as_dicts(*reader.answer(sql, params, deadline, limit))
