@@ -15,7 +15,7 @@ from sandbox.escape.world import load
 from sandbox.hosts import Host, wait_until
 
 from livinglayer import Layer, errors
-from livinglayer.edges.cli import boxes, images
+from livinglayer.edges.cli import boxes, images, secrets
 from livinglayer.edges.cli.commands import COMMANDS
 from livinglayer.sandbox.blueprint import TIERS, Blueprint, parse_size
 from livinglayer.settings import Settings
@@ -302,7 +302,7 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 
 
 def test_every_command_that_is_named_exists() -> None:
-    groups = boxes.GROUPS | images.GROUPS
+    groups = boxes.GROUPS | images.GROUPS | secrets.GROUPS
     known = {*COMMANDS, *groups}
     named = {
         words
