@@ -339,3 +339,6 @@ def _function(
     }  # fmt: skip
     functions.check(call.layer, row)
     return call.layer.upsert("function", row, on=["name"], branch=call.branch, reason=call.reason)
+
+
+from . import projections  # noqa: E402, F401  # verbs of their own: the table is whole once this is imported
