@@ -19,6 +19,7 @@ from .wire import CALL, ERROR, HEAD, PAYLOAD_MAX, PROGRESS, RESULT, STARTED, STD
 BODY_MAX = 256 << 20  # bytes of code, files and input together
 HEAD_MAX = 60000  # of a request that fits into one frame
 KEPT = 64  # connections at rest, for each host
+BEGUN = 25  # bytes of the frame that says that a program has started
 INPUT = int(Kind.INPUT)
 _idle: dict[Path, list[socket.socket]] = {}
 _lock = threading.Lock()
@@ -119,32 +120,34 @@ class Once:
         return once
 
     def _begun(self, channel: bool) -> None:
-        """Wait until the host has said that the program runs."""
+        """Wait until the host has said that the program runs, and read no byte more: who polls must hear of what comes next."""
+        data = b""
         while True:
-            for kind, payload in self._receive(0):
-                if kind == STARTED:
-                    started = json.loads(payload)
-                    self.box, self.reused = started["box"], started["reused"]
-                    if channel:
-                        if not self._fds:
-                            raise Unavailable("the channel of the box did not come", hint="ulimit -n")
-                        self.channel = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, self._fds.pop(0))
-                        self.channel.setblocking(False)
-                elif kind == ERROR:
-                    raise self._failed(payload)
-                else:
-                    self._ready.append((kind, payload))
-            if self.box:
-                return
+            while len(data) < (need := 12 + HEAD.unpack_from(data)[0] if len(data) >= 12 else BEGUN):
+                try:
+                    more, fds, _, _ = socket.recv_fds(self._socket, need - len(data), 1, socket.MSG_CMSG_CLOEXEC)
+                except OSError:
+                    more, fds = b"", []
+                self._fds += fds
+                if not more:
+                    raise Unavailable("the sandbox host has hung up", hint="try again: it is started on demand")
+                data += more
+            kind, payload, data = HEAD.unpack_from(data)[2], data[12:need], data[need:]
+            if kind == ERROR:
+                raise self._failed(payload)
+            if kind == STARTED:
+                self.reused, self.box = payload[:1] == b"1", payload[1:].decode()
+                break
+        if channel:
+            if not self._fds:
+                raise Unavailable("the channel of the box did not come", hint="ulimit -n")
+            self.channel = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, self._fds.pop(0))
+            self.channel.setblocking(False)
 
     def _receive(self, flags: int) -> list[tuple[int, bytes]]:
         """Frames that have come; BlockingIOError when none has and `flags` say not to wait."""
         try:
-            if self.box:
-                data = self._socket.recv(262144, flags)
-            else:
-                data, fds, _, _ = socket.recv_fds(self._socket, 262144, 1, flags | socket.MSG_CMSG_CLOEXEC)
-                self._fds += fds
+            data = self._socket.recv(262144, flags)
         except BlockingIOError:
             raise
         except OSError:

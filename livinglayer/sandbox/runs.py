@@ -228,7 +228,7 @@ class Run(Stream):
     def _tell_begun(self, fds: list[int]) -> None:
         assert self._box is not None
         self._begun = True
-        said = b'{"box":"%b","reused":%b}' % (self._box.id.encode(), b"true" if self._reused else b"false")
+        said = (b"1" if self._reused else b"0") + self._box.id.encode()
         if fds:
             self._connection.send_fds(STARTED, said, fds)
         else:
