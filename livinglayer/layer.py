@@ -487,6 +487,23 @@ class Layer(Writes):
         with self._refused(number, sql, execution):
             return self._reads.query_at(sql, params, branch, as_of, number, timeout, limit, trusted, narrow)
 
+    def projection(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        /,
+        *,
+        branch: str = "main",
+        as_of: Moment = None,
+        principal: str | None = None,
+        **more: Any,
+    ) -> list[dict[str, Any]]:
+        """Rows of a named projection that a principal may read. Arguments as a dict, or as keywords."""
+        from .projection.query import read
+
+        given = {**(arguments or {}), **more}
+        return read(self, name, given, principal=self._acting(principal), branch=branch, as_of=as_of)[0]
+
     @contextmanager
     def _refused(self, principal: int, sql: str, execution: Execution | None = None) -> Iterator[None]:
         """A query that tries to write is refused, and the ledger keeps that."""
@@ -765,6 +782,8 @@ class Layer(Writes):
             if self._closed:
                 return
             self._closed = True
+        if self._ledger.runner is not None:
+            self._ledger.runner.close()
         if self._ledger.denials:
             try:
                 self._ledger.flush(self._executions.get(self._me) or self._ledger.open(self._me))

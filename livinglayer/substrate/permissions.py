@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -140,6 +140,13 @@ class Policy:
         allows = [g for g in speaking if g.effect == "allow"]
         return bool(allows), allows
 
+    def outright(self, action: str, resource: str, branch: str | None = None) -> tuple[bool, list[Grant]]:
+        """`decide` where a condition can't be looked at: only what is granted without one counts, and any deny does."""
+        speaking = [g for g in self.grants if g.covers(action, resource, branch)]
+        denies = [g for g in speaking if g.effect == "deny"]
+        allows = [g for g in speaking if g.effect == "allow" and not g.where]
+        return (False, denies) if denies else (bool(allows), allows)
+
     def require(self, action: str, resource: str, branch: str | None = None) -> None:
         allowed, grants = self.decide(action, resource, branch)
         if not allowed:
@@ -163,22 +170,33 @@ class Policy:
         ) and not any(g.effect == "deny" for g in self.grants)
 
 
-def load_policy(catalog: Catalog, session: Session, principal: int, as_of: int | None) -> Policy:
-    """Read the permission rows that speak of a principal or a role it holds."""
-    chain = (Level(MAIN, as_of),)
+def load_policy(
+    catalog: Catalog, session: Session, principal: int, as_of: int | None, now: datetime | None = None
+) -> Policy:
+    """Read the permission rows that speak of a principal or a role it holds; those whose time it is `now`."""
+    chain = (Level(MAIN, None if as_of is None else "?"),)
+    cuts = () if as_of is None else (as_of,) * 3  # wherever the chain's SQL says ?
     entities = SYSTEM.by_name
-    people = {row["id"]: row for row in catalog.rows(session, entities["principal"], chain)}
-    held: dict[int, set[int]] = {}
-    for row in catalog.rows(session, entities["membership"], chain):
-        held.setdefault(row["member"], set()).add(row["role"])
-    subjects, frontier = {principal}, [principal]
+
+    def having(name: str, label: str, values: Collection[int]) -> list[dict[str, Any]]:
+        column = "id" if label == "id" else entities[name].by_name[label].store
+        listed = ", ".join(map(str, sorted(values)))
+        return catalog.rows(session, entities[name], chain, f"where x.{column} in ({listed})", cuts)
+
+    subjects, frontier = {principal}, {principal}
     while frontier:
-        for role in held.get(frontier.pop(), ()):
-            if role not in subjects:
-                subjects.add(role)
-                frontier.append(role)
-    rows = {row["id"]: row for row in catalog.rows(session, entities["permission"], chain)}
-    now = datetime.now(UTC) if as_of is None else catalog.time_of(session, as_of)
+        frontier = {row["role"] for row in having("membership", "member", frontier)} - subjects
+        subjects |= frontier
+    rows = {row["id"]: row for row in having("permission", "subject", subjects)}
+    missing = {row["source"] for row in rows.values()} - rows.keys() - {None}
+    while missing:
+        found = {row["id"]: row for row in having("permission", "id", missing)}
+        rows |= found
+        missing = {row["source"] for row in found.values()} - rows.keys() - {None}
+    granters = {row["granted_by"] for row in rows.values() if row["source"] is not None} - {None}
+    people = {row["id"]: row for row in having("principal", "id", {principal, *granters})}
+    if now is None:
+        now = datetime.now(UTC) if as_of is None else catalog.time_of(session, as_of)
     grants, edges = [], []
 
     def me_of(number: int) -> dict[str, Any]:

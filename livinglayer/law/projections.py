@@ -1,0 +1,40 @@
+"""Verbs of projections: a SELECT gets a name, typed parameters and a definer, whose rights it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import Invalid
+from ..projection import query
+from .blueprints import row_of
+from .verbs import Call, Object, verb
+
+
+@verb("projection.define")
+def define(
+    call: Call, *, name: str, statement: str, parameters: Object | None = None, description: str | None = None, freshness: Any = None
+) -> Any:  # fmt: skip
+    """Make or change a projection; it shows what whoever defines it may see, to whoever may read it. Gives its id."""
+    row = {
+        "name": name, "statement": statement, "parameters": parameters or None, "description": description,
+        "freshness": _freshness(freshness),
+    }  # fmt: skip
+    query.check(call.layer, row, call.asking.principal, call.branch)
+    return call.layer.upsert("projection", row, on=["name"], branch=call.branch, reason=call.reason)
+
+
+@verb("projection.remove")
+def remove(call: Call, *, name: str) -> Any:
+    """Take a projection away; its history stays."""
+    row = row_of(call.layer, "projection", name, call.branch)
+    return call.layer.delete("projection", row["id"], branch=call.branch, reason=call.reason)
+
+
+def _freshness(given: Any) -> Any:
+    bounded = isinstance(given, Mapping) and set(given) == {"bounded"} and type(given["bounded"]) in (int, float)
+    if given in (None, "strong") or (bounded and 0 < given["bounded"] <= 86_400_000):
+        return given
+    raise Invalid(
+        f"there is no freshness {given!r:.80}", hint='"strong", or {"bounded": MS}: at most so many milliseconds old'
+    )

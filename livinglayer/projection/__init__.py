@@ -1,0 +1,1 @@
+"""Projections: what is seen of a layer, under names."""
