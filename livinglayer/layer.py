@@ -22,10 +22,11 @@ from .substrate.branches import Merge
 from .substrate.catalog import Catalog
 from .substrate.engine import Engine
 from .substrate.ledger import MAIN_CHAIN, Execution, Ledger, Tx, Work
+from .substrate.migrate import migrate
 from .substrate.permissions import Decision
 from .substrate.prune import prune as prune_history
 from .substrate.reads import LONGEST, Reads, clock, writes
-from .substrate.schema import OWNER, SYSTEM, Schema
+from .substrate.schema import FORMAT, OWNER, SYSTEM, Schema
 from .substrate.sqlite import SqliteEngine
 from .substrate.values import HASH
 from .substrate.verify import Report, verify
@@ -61,7 +62,8 @@ def open(location: str | os.PathLike[str], create: bool = False, token: str | No
 def restore(source: str | os.PathLike[str], location: str | os.PathLike[str]) -> Layer:
     """Make a layer from a backup, on either engine; refuses to overwrite one."""
     settings = Settings()
-    kept = open(source)  # whoever restores holds a token of the layer
+    # Whoever restores holds a token of the layer; the backup stays as it is.
+    kept = Layer(engine_for(source, settings), settings, False, None, migrating=False)
     token = os.environ.get("LAYER_TOKEN") or _stored_token(kept.id)
     kept.close()
     target = engine_for(location, settings)
@@ -328,7 +330,9 @@ class Scoped(Writes):
 class Layer(Writes):
     """One governed reality: a directory with an embedded database, or a PostgreSQL URL."""
 
-    def __init__(self, engine: Engine, settings: Settings, create: bool, token: str | None) -> None:
+    def __init__(
+        self, engine: Engine, settings: Settings, create: bool, token: str | None, migrating: bool = True
+    ) -> None:
         self.engine, self.settings = engine, settings
         self._catalog = Catalog(engine)
         self._ledger = Ledger(engine, self._catalog, settings)
@@ -345,6 +349,8 @@ class Layer(Writes):
                 engine.create()
             self.id = self._begin(create)
             self._me = self._authenticate(token or os.environ.get("LAYER_TOKEN") or _stored_token(self.id))
+            if migrating and self._format < FORMAT:
+                migrate(self._ledger)
             self._reads = Reads(self._catalog, settings)
         except BaseException:
             engine.close()
@@ -363,7 +369,8 @@ class Layer(Writes):
                     _keep_token(layer_id, token)  # first: a layer nobody holds the token of could never be opened
                     genesis.begin(self.engine, self._ledger, layer_id, token)
         with self.engine.reading() as session:
-            return genesis.identify(self.engine, session)
+            layer_id, self._format = genesis.stored_format(self.engine, session)
+        return layer_id
 
     def _authenticate(self, token: str | None) -> int:
         if token is None:

@@ -9,7 +9,7 @@ from ..errors import Conflict, Corrupt, NotFound
 from ..settings import Settings
 from .blobs import referenced
 from .catalog import Catalog
-from .engine import LEDGER, Engine, Session, making, marks
+from .engine import LEDGER, PASSING, Engine, Session, making, marks
 from .evolve import ensure_indexes
 from .genesis import identify
 from .ledger import MAIN_CHAIN
@@ -76,12 +76,14 @@ def _copy_blobs(source: Engine, target: Engine, digests: list[str]) -> None:
 
 
 def transfer(source: Engine, session: Session, target: Engine) -> None:
-    """Copy every table from one engine to another, values in stored form."""
+    """Copy every table from one engine to another, values in stored form; a layer of an earlier format keeps it."""
     target.create()
     with making(target) as into:
         for sql in target.ledger_tables():
             into.run(sql)
         for name, (columns, _, _) in LEDGER.items():
+            if name in PASSING or not source.has_table(session, name):
+                continue
             _copy(
                 source,
                 session,
@@ -92,6 +94,8 @@ def transfer(source: Engine, session: Session, target: Engine) -> None:
                 " where key <> 'reader_key'" if name == "meta" else "",
             )
         for store in _stores(Catalog(source), session).values():
+            if not source.has_table(session, store):
+                continue
             columns = [c for c in source.columns(session, store) if c[0] not in ("id", "_tx")]
             for sql in target.tables(store, columns):
                 into.run(sql)
@@ -102,7 +106,7 @@ def transfer(source: Engine, session: Session, target: Engine) -> None:
                 _copy(source, session, target, into, store + suffix, [*first, *columns])
         catalog = Catalog(target)
         for entity in catalog.schema(into, MAIN_CHAIN, ("restored",)).entities:
-            if entity.kind == "entity":
+            if entity.kind == "entity" and target.has_table(into, entity.store):
                 ensure_indexes(target, into, entity)
 
 

@@ -50,12 +50,10 @@ def begin(engine: Engine, ledger: Ledger, layer_id: str, owner_token: str) -> No
         entities, fields = system_rows()
         for name, rows in (("entity", entities), ("field", fields)):
             for row in rows:
-                _put(tx, name, row)
-        _put(
-            tx, "branch", {"id": MAIN, "name": "main", "fork_tx": 0, "base_own": 0, "base_parent": 0, "status": "open"}
-        )
-        _put(tx, "principal", {"id": OWNER, "name": "owner", "kind": "human", "token": token_hash(owner_token)})
-        _put(
+                put(tx, name, row)
+        put(tx, "branch", {"id": MAIN, "name": "main", "fork_tx": 0, "base_own": 0, "base_parent": 0, "status": "open"})
+        put(tx, "principal", {"id": OWNER, "name": "owner", "kind": "human", "token": token_hash(owner_token)})
+        put(
             tx,
             "permission",
             {
@@ -78,7 +76,8 @@ def begin(engine: Engine, ledger: Ledger, layer_id: str, owner_token: str) -> No
     ledger.executions.discard(execution)
 
 
-def _put(tx: Any, name: str, row: dict[str, Any]) -> None:
+def put(tx: Any, name: str, row: dict[str, Any]) -> None:
+    """Write a row of the system's own entities, under the id it always has."""
     entity = SYSTEM.by_name[name]
     values = {k: v for k, v in row.items() if k != "id" and v is not None}
     tx.record(entity, tx._encoded(entity, values), None, row["id"])
@@ -86,6 +85,11 @@ def _put(tx: Any, name: str, row: dict[str, Any]) -> None:
 
 def identify(engine: Engine, session: Session) -> str:
     """The id of the layer in this database; Incompatible when a newer release wrote it."""
+    return stored_format(engine, session)[0]
+
+
+def stored_format(engine: Engine, session: Session) -> tuple[str, int]:
+    """The id of the layer and its format, which is this release's or an earlier one."""
     rows: dict[str, str] = dict(session.all(f"select key, value from {engine.schema_prefix}meta"))
     try:
         found = int(rows["format"])
@@ -96,4 +100,4 @@ def identify(engine: Engine, session: Session) -> str:
         raise Incompatible(
             f"the layer has format {found}, this release knows up to {FORMAT}", hint="upgrade livinglayer"
         )
-    return layer_id
+    return layer_id, found

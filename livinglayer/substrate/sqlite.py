@@ -26,7 +26,7 @@ import apsw
 
 from ..errors import Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
-from .engine import LEDGER, SWEEP_SECONDS, Lease, Session, Stale
+from .engine import LEDGER, PASSING, SWEEP_SECONDS, Lease, Session, Stale
 from .narrow import Narrow
 from .reads import Answer, Source, as_dicts, shaped
 from .values import DECIMAL_DIGITS, convert, decimal_text, parameter
@@ -551,6 +551,14 @@ class SqliteEngine:
         finally:
             connection.close(True)
         os.chmod(target, 0o600)
+        copied = connect(target, self.settings)
+        try:
+            with translated():
+                for table in PASSING:
+                    if copied.table_exists("main", table):
+                        copied.execute(f"delete from {table}")
+        finally:
+            copied.close(True)
 
 
 class Missing(Exception):

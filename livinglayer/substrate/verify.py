@@ -12,7 +12,7 @@ from .blobs import referenced
 from .catalog import Catalog
 from .chain import GENESIS, GONE, clock_seal, facts_digest, tx_hash
 from .engine import FACTS, LEDGER, LIVE, Session
-from .schema import MAIN, SYSTEM
+from .schema import FIRST_ID, MAIN, SYSTEM
 from .tables import Table
 
 PROBLEMS = 100
@@ -240,7 +240,7 @@ def _superseded(session: Session, at: str, entity: int, branch: int, row_id: int
 def _structure(catalog: Catalog, session: Session) -> Iterator[str]:
     """Tables, indexes and triggers are those the schema asks for."""
     engine = catalog.engine
-    wanted = {_named(sql): sql for sql in engine.ledger_tables()}
+    wanted = {named(sql): sql for sql in engine.ledger_tables()}
     there = engine.statements(session)
     kinds = _kinds(catalog, session)
     for store in _stores(catalog, session).values():
@@ -252,7 +252,7 @@ def _structure(catalog: Catalog, session: Session) -> Iterator[str]:
         yield from engine.structure(there, store, known)
         for sql in engine.triggers(store, [name for name, _ in columns]):
             if sql.startswith("create"):
-                wanted[_named(sql)] = sql
+                wanted[named(sql)] = sql
     yield from engine.strays(session, set(wanted), list(_stores(catalog, session).values()))
     for name, sql in wanted.items():
         if there.get(name) is None:
@@ -275,19 +275,33 @@ def _kinds(catalog: Catalog, session: Session) -> dict[str, str]:
     return found
 
 
-def _named(sql: str) -> str:
+def named(sql: str) -> str:
+    """What a statement makes."""
     words = sql.replace("(", " ").split()
     return words[2].rsplit(".", 1)[-1]
 
 
 def _meta(catalog: Catalog, session: Session) -> Iterator[str]:
-    """The layer's own words are those its first tx repeats."""
+    """The layer's own words are those of the txs that wrote the system's entities: its first, and migrations."""
     at = catalog.engine.schema_prefix
     rows = dict(session.all(f"select key, value from {at}meta"))
-    first = session.one(f"select reason, {catalog.engine.portable('at', 'datetime')} from {at}ledger_tx where tx = 1")
-    if first is None:
-        return
-    if first[0] != f"layer {rows.get('layer')} begins in format {rows.get('format')}":
-        yield "meta is not what was written"
     if set(rows) - {"format", "layer", "reader_key"}:
+        yield "meta is not what was written"
+    said = [
+        reason
+        for (reason,) in session.all(
+            f"select t.reason from {at}ledger_tx t where t.tx in (select c.tx from {at}ledger_change c"
+            f" where c.branch = {MAIN} and c.entity = {SYSTEM.by_name['entity'].id} and c.id < {FIRST_ID}) order by t.tx"
+        )
+    ]
+    if not said:
+        return
+    known = [
+        f"layer {rows.get('layer')} begins in format ",
+        *[f"layer {rows.get('layer')} moves to format "] * (len(said) - 1),
+    ]
+    if (
+        not all((reason or "").startswith(words) for reason, words in zip(said, known, strict=True))
+        or said[-1] != f"{known[-1]}{rows.get('format')}"
+    ):
         yield "meta is not what was written"
