@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ..substrate.ledger import now
+from ..errors import Invalid, LimitExceeded
+from ..substrate.ledger import MAIN_CHAIN, now
+from ..substrate.reads import clock
+from ..substrate.schema import SYSTEM
+from ..substrate.values import datetime_text
+
+# What a quota may speak of: a column of what is summed, and how its amounts read.
+RESOURCES = {
+    "executions": ("1", "executions"),
+    "boxes": ("case when x.function is null then 1 else 0 end", "boxes"),
+    "cpu": ("x.cpu", "seconds of CPU"),
+    "memory": ("x.memory", "byte-seconds of memory"),
+    "bytes": ("x.sent + x.received", "bytes of network"),
+}
+LIVE = "box/"  # leases of boxes that live now, with what they have used so far
 
 
 def fact(run: Any, function: Any, asking: Any, ended: Any, wall: float) -> tuple[str, tuple[Any, ...]]:
@@ -21,5 +39,171 @@ def fact(run: Any, function: Any, asking: Any, ended: Any, wall: float) -> tuple
     )  # fmt: skip
 
 
-def admit(layer: Any, principal: int, contract: int | None) -> None:
-    """Refuses an execution that would go over a quota."""
+def totals(
+    layer: Any, by: str = "principal", since: datetime | None = None, principal: str | None = None
+) -> list[dict[str, Any]]:
+    """What was used, by principal, contract or function, of what a principal may read of it."""
+    if by not in ("principal", "contract", "function"):
+        raise Invalid(f"usage is told by principal, contract or function, not {by!r:.60}")
+    where = "" if since is None else "where at > :since"
+    sql = (
+        f"select {by}, count(*) as executions, sum(wall) as wall, sum(cpu) as cpu, sum(memory) as memory, sum(sent) as sent,"
+        f" sum(received) as received from usage {where} group by {by} order by sum(cpu) desc, {by}"
+    )
+    return list(layer.query(sql, {} if since is None else {"since": since}, principal=principal))
+
+
+# Quotas
+
+
+@dataclass(frozen=True)
+class Quota:
+    """One quota as its row says."""
+
+    id: int
+    subject: int | None  # a principal, or a role: then each of its holders has this much
+    contract: int | None
+    resource: str
+    amount: float
+    seconds: int
+
+
+def admit(layer: Any, principal: int, contract: int | None, resources: tuple[str, ...] = ()) -> None:
+    """Refuses an execution that would go over a quota; LimitExceeded names the row, what was used, and when it frees up.
+
+    Quotas of boxes are asked for those alone, with `resources`.
+    """
+    for quota in quotas(layer, principal, contract):
+        if quota.resource == "boxes" and "boxes" not in resources:
+            continue
+        used = spent(layer, quota, principal)
+        if used >= quota.amount:
+            raise _over(layer, quota, principal, used)
+
+
+def quotas(layer: Any, principal: int, contract: int | None) -> tuple[Quota, ...]:
+    """The quotas that speak of a principal, of a role it holds or of a contract; kept until one of them changes."""
+    catalog = layer._catalog
+    with layer.engine.reading() as session:
+        epoch = clock(layer.engine, session)[1]
+
+        def all_() -> tuple[Quota, ...]:
+            rows = catalog.rows(session, SYSTEM.by_name["quota"], MAIN_CHAIN)
+            names = ("id", "subject", "contract", "resource", "amount", "seconds")
+            return tuple(Quota(*(row[name] for name in names)) for row in sorted(rows, key=lambda row: row["id"]))
+
+        known: tuple[Quota, ...] = catalog._cached(("quotas", epoch), all_)
+        if not known:
+            return ()
+        held: frozenset[int] = catalog._cached(("roles", principal, epoch), lambda: _roles(layer, session, principal))
+    return tuple(
+        quota
+        for quota in known
+        if quota.resource in RESOURCES
+        and (quota.subject is None or quota.subject in held)
+        and (quota.contract is None or quota.contract == contract)
+    )
+
+
+def _roles(layer: Any, session: Any, principal: int) -> frozenset[int]:
+    """A principal and every role it holds, directly or through another."""
+    rows = layer._catalog.rows(session, SYSTEM.by_name["membership"], MAIN_CHAIN)
+    found, frontier = {principal}, [principal]
+    while frontier:
+        member = frontier.pop()
+        for row in rows:
+            if row["member"] == member and row["role"] not in found:
+                found.add(row["role"])
+                frontier.append(row["role"])
+    return frozenset(found)
+
+
+def spent(layer: Any, quota: Quota, principal: int) -> float:
+    """What counts against a quota now: what ended within its window, and what runs."""
+    where, params = _window(layer, quota, principal)
+    column, at = RESOURCES[quota.resource][0], layer.engine.schema_prefix
+    with layer.engine.reading() as session:
+        row = session.one(f"select sum({column}) from {at}ledger_usage x where {where}", params)
+    ended = float(row[0]) if row is not None and row[0] is not None else 0.0
+    return ended + _running(layer, quota, principal)
+
+
+def _window(layer: Any, quota: Quota, principal: int) -> tuple[str, tuple[Any, ...]]:
+    since = datetime_text(datetime.now(UTC) - timedelta(seconds=quota.seconds))
+    conditions, params = ["x.at > ?"], [layer.engine.native("datetime", since)]
+    if quota.subject is not None:
+        conditions, params = ["x.principal = ?", *conditions], [principal, *params]
+    if quota.contract is not None:
+        conditions, params = ["x.contract = ?", *conditions], [quota.contract, *params]
+    return " and ".join(conditions), tuple(params)
+
+
+def _running(layer: Any, quota: Quota, principal: int) -> float:
+    """Of what has not ended: boxes as they were last seen, and functions that run in this process."""
+
+    def counts(who: int | None, contract: int | None) -> bool:
+        return (quota.subject is None or who == principal) and quota.contract in (None, contract)
+
+    total = sum(_amount(quota.resource, box) for box in living(layer) if counts(box["principal"], box["contract"]))
+    if quota.resource == "executions":
+        total += sum(
+            execution.kind == "function" and execution.open
+            for execution in list(layer._ledger.executions)
+            if counts(execution.principal, (execution.call or {}).get("contract"))
+        )
+    return total
+
+
+def _amount(resource: str, live: Mapping[str, Any]) -> float:
+    if resource in ("executions", "boxes"):
+        return 1.0
+    return float(live["sent"] + live["received"] if resource == "bytes" else live[resource])
+
+
+def living(layer: Any) -> Iterator[dict[str, Any]]:
+    """What boxes of contracts have used so far."""
+    for _, _, _, value in layer.engine.leases(LIVE):
+        try:
+            found = json.loads(value or "")
+        except ValueError:
+            continue
+        yield {"principal": None, "contract": None, "cpu": 0.0, "memory": 0.0, "sent": 0, "received": 0, **found}
+
+
+def _over(layer: Any, quota: Quota, principal: int, used: float) -> LimitExceeded:
+    unit = RESOURCES[quota.resource][1]
+    frees = _frees(layer, quota, principal, used)
+    when = "when something that runs now has ended" if frees is None else f"at {frees.isoformat(timespec='seconds')}"
+    return LimitExceeded(
+        f"{_whose(layer, quota, principal)} {_figure(used)} of {_figure(quota.amount)} {unit} in {quota.seconds} s: quota {quota.id}",
+        hint=f"there is room again {when}",
+        rows=[quota.id],
+        quota=quota.id,
+        used=used,
+        frees=None if frees is None else frees.isoformat(),
+    )
+
+
+def _whose(layer: Any, quota: Quota, principal: int) -> str:
+    if quota.subject is not None:
+        return f"{layer._name_of(principal)} has used"
+    return "everybody together has used" if quota.contract is None else "the contract has used"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def _frees(layer: Any, quota: Quota, principal: int, used: float) -> datetime | None:
+    """When enough has left the window; None when what runs is too much by itself."""
+    where, params = _window(layer, quota, principal)
+    column, at = RESOURCES[quota.resource][0], layer.engine.schema_prefix
+    moment = layer.engine.portable("x.at", "datetime")
+    with layer.engine.reading() as session:
+        for when, amount in session.stream(
+            f"select {moment}, {column} from {at}ledger_usage x where {where} order by x.at", params
+        ):
+            used -= amount
+            if used < quota.amount:
+                return datetime.fromisoformat(when) + timedelta(seconds=quota.seconds)
+    return None

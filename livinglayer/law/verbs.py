@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Denied, LayerError, NotFound
+from ..errors import Denied, Invalid, LayerError, NotFound
 from ..substrate.ledger import Execution
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import json_text
-from . import functions
+from . import functions, runners
+from . import secrets as vault
 from .executions import traceparent
 from .functions import Asking
 from .signature import Signature, dumps, field
@@ -113,12 +114,25 @@ def call(
 
 
 def _verb(layer: Any, found: Verb, arguments: Mapping[str, Any], asking: Asking) -> Any:
-    shown = {key: value for key, value in arguments.items() if key not in found.hidden}
+    known = (
+        set(found.signature.arguments or ()) if found.hidden else set(arguments)
+    )  # a misspelt one may be the hidden one
+    shown = {key: value for key, value in arguments.items() if key in known - set(found.hidden)}
     try:
         bound = found.signature.bind(found.name, arguments)
-    except LayerError as error:
+    except LayerError as wrong:
+        takes = ", ".join(sorted(known))
+        # the error of one that hides something may quote it
+        error = Invalid(f"{found.name} can't take these arguments", hint=f"it takes {takes}") if found.hidden else wrong
         _refused(layer, found.name, shown, asking, error)
-        raise
+        raise error from None
+    if found.brief:
+        return _act(layer, found, bound, asking)
+    with runners.of(layer).running() as asking.runner:  # it may end between its first tx and its last
+        return _act(layer, found, bound, asking)
+
+
+def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> Any:
     execution = _opened(layer, found.name, {k: v for k, v in bound.items() if k not in found.hidden}, asking)
     execution.brief = found.brief
     try:
@@ -129,7 +143,8 @@ def _verb(layer: Any, found: Verb, arguments: Mapping[str, Any], asking: Asking)
         raise
     except BaseException as error:
         execution.brief = False
-        _conclude(layer, execution, LayerError(f"{type(error).__name__}: {error}"))
+        said = type(error).__name__ if found.hidden else f"{type(error).__name__}: {error}"
+        _conclude(layer, execution, LayerError(said))
         raise
     if execution.brief and execution.id is not None:
         layer._ledger.let_go(execution)
@@ -301,6 +316,30 @@ def _prune(call: Call, *, before: int) -> Any:
     return call.layer.prune(before, reason=call.reason)
 
 
+@verb("secret.set", hidden=vault.SECRET_ARGUMENTS["secret.set"])
+def _set_secret(call: Call, *, name: str, value: str, description: str | None = None) -> Any:
+    """Keep a secret, or give it another value; gives its id. Nothing gives the value back, and it is not recorded."""
+    return vault.set(call.layer, name, value, description=description, branch=call.branch, reason=call.reason)
+
+
+@verb("secret.remove")
+def _remove_secret(call: Call, *, name: str) -> Any:
+    """Take a secret away."""
+    return vault.remove(call.layer, name, branch=call.branch, reason=call.reason)
+
+
+@verb("secret.rotate_key", brief=False)
+def _rotate_key(call: Call) -> Any:
+    """Make a new key and seal every secret with it, on main and all open branches; values stay as they are."""
+    return vault.rotate_key(call.layer, reason=call.reason)
+
+
+@verb("secret.forget_key", brief=False)
+def _forget_key(call: Call, *, key: str) -> Any:
+    """Destroy a key that seals nothing any more: what it sealed in history and backups can never be read again."""
+    return vault.forget_key(call.layer, key, reason=call.reason)
+
+
 @verb("blueprint.define")
 def _blueprint(
     call: Call, *, name: str, tier: str = "namespace", base: str | None = None, limits: Object | None = None, egress: Items | None = None,
@@ -341,4 +380,4 @@ def _function(
     return call.layer.upsert("function", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
-from . import projections  # noqa: E402, F401  # verbs of their own: the table is whole once this is imported
+from . import projections, quotas  # noqa: E402, F401  # verbs of their own: the table is whole once this is imported
