@@ -18,8 +18,8 @@ from ..substrate.ledger import Execution, Scope, Tx, now
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import json_text
+from . import runners, usage
 from . import secrets as vault
-from . import usage
 from .blueprints import row_by_id, row_of, shape
 from .boxes import Program, drive
 from .executions import Run, digest, traceparent
@@ -146,6 +146,7 @@ class Asking:
     attempt: int = 1
     due: str | None = None
     runner: str | None = None
+    failing: Callable[[Outcome], tuple[str, Callable[[Tx], Any] | None]] | None = None  # the status to fail with, and what goes with it
 
 
 @dataclass
@@ -210,22 +211,26 @@ def intent(
 
 def call(layer: Any, name: str, arguments: Mapping[str, Any], asking: Asking) -> Outcome:
     """Run a function to its end: recorded before and after, retried when what it read has changed meanwhile."""
-    function = load(layer, name, asking.branch)
-    permissions = decide(layer, asking, function)
-    bound = function.signature.bind(name, arguments)
-    request = sha256(dumps([name, bound, asking.branch])).hexdigest()
-    if asking.key is not None and (known := recall(layer, asking.principal, asking.key, request)) is not None:
-        return known
-    for attempt in range(1, TRIES + 1):
-        usage.admit(layer, asking.principal, asking.contract)
-        asking.attempt = max(asking.attempt, attempt)
-        execution = intent(layer, function, bound, asking, permissions)
-        layer._ledger.intend(execution)
-        outcome = perform(layer, function, bound, execution, asking, request)
-        if not isinstance(outcome.error, Conflict) or outcome.run is None or not outcome.run.conflicted:
-            break
-        time.sleep(random.uniform(0, 0.002 * 2**attempt))
-        asking.parent = asking.parent or execution.id
+    with layer.engine.snapshot():
+        function = load(layer, name, asking.branch)
+        permissions = decide(layer, asking, function)
+        bound = function.signature.bind(name, arguments)
+        request = sha256(dumps([name, bound, asking.branch])).hexdigest()
+        if asking.key is not None and (known := recall(layer, asking.principal, asking.key, request)) is not None:
+            return known
+    with runners.of(layer).running() as runner:
+        for attempt in range(1, TRIES + 1):
+            asking.attempt = max(asking.attempt, attempt)
+            asking.runner = asking.runner or runner
+            with layer.engine.snapshot():
+                usage.admit(layer, asking.principal, asking.contract)
+                execution = intent(layer, function, bound, asking, permissions)
+            layer._ledger.intend(execution)
+            outcome = perform(layer, function, bound, execution, asking, request)
+            if not isinstance(outcome.error, Conflict) or outcome.run is None or not outcome.run.conflicted:
+                break
+            time.sleep(random.uniform(0, 0.002 * 2**attempt))
+            asking.parent = asking.parent or execution.id
     return outcome
 
 
@@ -422,8 +427,11 @@ def settle(
             run.conflicted = run.conflicted or (isinstance(failure, Conflict) and run.draft.first_read is not None)
     status = "denied" if isinstance(error, Denied) else "failed"
     told = {"code": error.code, "message": error.message, "hint": error.hint, **_plain_details(error)}
-    tx = ledger.conclude(execution, status, {"error": told}, facts=facts)
-    return Outcome(execution.id, status, error=error, tx=tx, steps=run.steps)  # type: ignore[arg-type]
+    outcome, also = Outcome(execution.id, status, error=error, steps=run.steps, run=run), None  # type: ignore[arg-type]
+    if asking.failing is not None:
+        outcome.status, also = asking.failing(outcome)
+    outcome.tx = ledger.conclude(execution, outcome.status, {"error": told}, facts=facts, also=also)
+    return outcome
 
 
 class _Taken(LayerError):

@@ -31,7 +31,7 @@ LEDGER: dict[str, tuple[list[tuple[str, str]], list[str], list[list[str]]]] = {
     "ledger_execution": (
         [("id", "int"), ("principal", "int"), ("parent", "int"), ("box", "text"), ("kind", "text"), ("scope", "json"),
          ("reason", "text"), ("trace", "text"), ("started", "datetime"), ("tx", "int")],
-        ["id"], [["tx"], ["parent"]],
+        ["id"], [["tx"], ["parent"], ["trace"]],
     ),
     "ledger_outcome": (
         [("execution", "int"), ("status", "text"), ("finished", "datetime"), ("result", "json"), ("tx", "int")],
@@ -159,6 +159,9 @@ class Engine(Protocol):
     def rollback(self) -> None: ...
     def reading(self) -> AbstractContextManager[Session]:
         """One consistent snapshot to read internally; no guard, no grants."""
+
+    def snapshot(self) -> AbstractContextManager[Session]:
+        """The same for a whole block: every `reading` of this thread within it sees this one snapshot."""
 
     def translating(self) -> AbstractContextManager[None]:
         """The engine's errors as ours."""

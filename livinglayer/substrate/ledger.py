@@ -235,9 +235,7 @@ class Tx:
 
     # What people call
 
-    def insert(
-        self, entity: str, values: Mapping[str, Any], loading: bool = False, number: int | None = None
-    ) -> int:
+    def insert(self, entity: str, values: Mapping[str, Any], loading: bool = False, number: int | None = None) -> int:
         """Add a row and return its id; Invalid, Conflict or Denied when it may not be. One that is `loading` has a past.
 
         `number` is an id that was reserved for it.
@@ -710,10 +708,21 @@ class Tx:
         columns = LEDGER[table][0]
         row = [*values, self.number] if table != "ledger_prune" else list(values)
         stored = {"bool": int, "float": float}  # a hash sees what the engine gives back
-        row = [stored[kind](v) if kind in stored and v is not None else v for (_, kind), v in zip(columns, row, strict=True)]
+        row = [
+            stored[kind](v) if kind in stored and v is not None else v
+            for (_, kind), v in zip(columns, row, strict=True)
+        ]
         native = [self.engine.native(kind, v) for (_, kind), v in zip(columns, row, strict=True)]
         self.session.run(f"insert into {self.engine.schema_prefix}{table} values ({marks(len(row))})", native)
         self.facts.append((table, row))
+
+    def facts_of(self, table: str, rows: Sequence[Sequence[Stored]]) -> None:
+        """Record several rows of one ledger table."""
+        kinds = [kind for _, kind in LEDGER[table][0]]
+        whole = [[*values, self.number] for values in rows]
+        native = [[self.engine.native(k, v) for k, v in zip(kinds, row, strict=True)] for row in whole]
+        self.session.many(f"insert into {self.engine.schema_prefix}{table} values ({marks(len(kinds))})", native)
+        self.facts += [(table, row) for row in whole]
 
     def recall(self, request: Any) -> bool:
         """With an idempotency key: whether this request was done before (then `result` is what it gave)."""
@@ -743,6 +752,19 @@ class Tx:
             if row is not None:
                 self._between(entity, table, number, row.values, names)
 
+    def intend(self, execution: Execution) -> int:
+        """Record that an execution is going to happen, this tx's own or another; its id."""
+        work, at = self.work, max(now(), self.work.clock.at)
+        number = execution.id = work.new_id()
+        work.opened.append(execution)
+        box = f"b{number}"
+        said = (execution.kind, execution.scope.text(), execution.reason, execution.trace, at)
+        self.fact("ledger_box", box, execution.tier, execution.principal, execution.blueprint, at)
+        self.fact("ledger_execution", number, execution.principal, execution.parent, box, *said)
+        if execution.call is not None:
+            self.fact("ledger_call", number, *[execution.call.get(name) for name in _CALL])
+        return number
+
     def finish(self, result: Any = None, end: str | None = None, outcome: Any = None) -> int:
         """Check what spans rows, then record the tx; returns its number.
 
@@ -753,24 +775,7 @@ class Tx:
         work, execution, clock = self.work, self.execution, self.work.clock
         at = max(now(), clock.at)
         if execution.id is None:
-            execution.id = work.new_id()
-            work.opened.append(execution)
-            box = f"b{execution.id}"
-            self.fact("ledger_box", box, execution.tier, execution.principal, execution.blueprint, at)
-            self.fact(
-                "ledger_execution",
-                execution.id,
-                execution.principal,
-                execution.parent,
-                box,
-                execution.kind,
-                execution.scope.text(),
-                execution.reason,
-                execution.trace,
-                at,
-            )
-            if execution.call is not None:
-                self.fact("ledger_call", execution.id, *[execution.call.get(name) for name in _CALL])
+            self.intend(execution)
         end = "done" if execution.brief and end is None else end
         if end is not None:
             said = None if outcome is None else json_text("result", outcome)
@@ -858,6 +863,7 @@ class Ledger:
         self.reads: dict[str, str] = {}  # the statement that reads a row of main, by entity
         self.denials: list[_Denial] = []  # refused and not recorded yet: the next tx does
         self._unrecorded = 0  # refusals beyond those kept
+        self.runner: Any = None  # this process as one that runs executions, once it has
         self._reserved = range(0)
         self._writing = threading.Lock()
         self._mutex = threading.Lock()
@@ -924,7 +930,16 @@ class Ledger:
             raise Conflict(f"execution {number} is over")
         principal, parent, kind, scope, reason, trace, tier, blueprint = row[:8]
         execution = Execution(
-            principal, Scope.of(json.loads(scope)), kind, reason, parent, trace, number, True, tier or "process", blueprint
+            principal,
+            Scope.of(json.loads(scope)),
+            kind,
+            reason,
+            parent,
+            trace,
+            number,
+            True,
+            tier or "process",
+            blueprint,
         )
         execution.call = dict(zip(_CALL, row[8:], strict=True))
         self.executions.add(execution)
@@ -939,7 +954,7 @@ class Ledger:
         writes: Callable[[Tx], Any] | None = None,
         branch: str = "main",
         reason: str | None = None,
-        facts: Iterable[tuple[str, tuple[Stored, ...]]] = (),
+        facts: Sequence[tuple[str, tuple[Stored, ...]]] = (),
         also: Callable[[Tx], Any] | None = None,
     ) -> int:
         """End an execution with all it wrote and what came of it, in one tx; its number.
@@ -954,8 +969,8 @@ class Ledger:
                     writes(tx)
                     tx.check()
                     tx.touched.clear()
-            for table, values in facts:
-                tx.fact(table, *values)
+            for table, group in itertools.groupby(facts, key=lambda each: each[0]):
+                tx.facts_of(table, [values for _, values in group])
             if also is not None:
                 also(tx)
             return tx.finish(end=status, outcome=result)
@@ -979,13 +994,13 @@ class Ledger:
 
         return self.submit(run)
 
-    def note(self, execution: Execution, facts: Iterable[tuple[str, tuple[Stored, ...]]]) -> int:
+    def note(self, execution: Execution, facts: Sequence[tuple[str, tuple[Stored, ...]]]) -> int:
         """Record facts of an execution that goes on."""
 
         def run(work: Work) -> int:
             tx = Tx(work, execution, bare=True)
-            for table, values in facts:
-                tx.fact(table, *values)
+            for table, group in itertools.groupby(facts, key=lambda each: each[0]):
+                tx.facts_of(table, [values for _, values in group])
             return tx.finish()
 
         return int(self.submit(run))

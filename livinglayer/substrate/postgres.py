@@ -10,8 +10,10 @@ import re
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,6 +52,8 @@ _KIND = {
 }  # fmt: skip
 _ISO = '\'YYYY-MM-DD"T"HH24:MI:SS.US"Z"\''
 REPEATED = 10_000
+LINES = 12  # connections kept for readers to come
+PREPARED = 200  # statements of one connection
 INSERTED = 50  # rows sent as one statement
 
 
@@ -172,6 +176,47 @@ class PostgresSession:
             yield from cursor
 
 
+@dataclass
+class Line:
+    """A connection of a reader's role, with what was set and prepared on it; the role's next reader takes it over."""
+
+    connection: psycopg.Connection[Any]
+    settings: dict[str, str] = field(default_factory=dict)
+    prepared: dict[Any, bytes] = field(default_factory=dict)
+
+    def set(self, name: str, value: str) -> None:
+        if self.settings.get(name) != value:
+            self.connection.execute("select set_config($1, $2, false)", (name, value)).fetchone()
+            self.settings[name] = value
+
+
+class Stream(psycopg.RawCursor[Any]):
+    """A cursor whose `stream` prepares a statement that comes again; psycopg's own plans it each time."""
+
+    line: Line
+
+    def _execute_send(self, query: Any, *, force_extended: bool = False, binary: bool | None = None) -> None:
+        prepared, key = self.line.prepared, (query.query, query.types)
+        name = prepared.get(key)
+        if name == b"" and len(query.query) < 100_000:  # it ran once
+            name = prepared[key] = f"s_{secrets.token_hex(8)}".encode()
+            done = self._pgconn.prepare(name, query.query, query.types)
+            if done.status != psycopg.pq.ExecStatus.COMMAND_OK:
+                del prepared[key]
+                name = None
+        if name:
+            self._query = query
+            self._pgconn.send_query_prepared(name, query.params, query.formats, result_format=self.format)
+            return
+        if len(prepared) >= PREPARED:
+            for old, known in [*prepared.items()][: PREPARED // 2]:
+                del prepared[old]
+                if known:
+                    self._pgconn.exec_(b"deallocate " + known)
+        prepared.setdefault(key, b"")
+        super()._execute_send(query, force_extended=force_extended, binary=binary)
+
+
 class PostgresEngine:
     """A layer in a database, in a schema of its own."""
 
@@ -192,8 +237,10 @@ class PostgresEngine:
         self._writer: psycopg.Connection[Any] | None = None
         self._pipeline: Any = None
         self._pool: list[psycopg.Connection[Any]] = []
+        self._thread = threading.local()  # the snapshot its thread holds
         self._lock = threading.Lock()
         self._roles: dict[int, tuple[str, str]] = {}
+        self._lines: OrderedDict[str, list[Line]] = OrderedDict()  # idle ones by role
         self._views: set[tuple[str, str]] = set()
         self._swept = -1
         self._swift: dict[Any, str] = {}
@@ -322,7 +369,20 @@ class PostgresEngine:
             self._drop_writer()
 
     @contextmanager
+    def snapshot(self) -> Iterator[Session]:
+        with self.reading() as session:
+            self._thread.session = session
+            try:
+                yield session
+            finally:
+                self._thread.session = None
+
+    @contextmanager
     def reading(self) -> Iterator[Session]:
+        held: Session | None = getattr(self._thread, "session", None)
+        if held is not None:
+            yield held
+            return
         with self._borrowed("begin isolation level repeatable read read only") as connection:
             try:
                 yield PostgresSession(connection)
@@ -337,7 +397,9 @@ class PostgresEngine:
     def close(self) -> None:
         self._drop_writer()
         with self._lock:
-            pool, self._pool = self._pool, []
+            pool = [*self._pool, *(line.connection for idle in self._lines.values() for line in idle)]
+            self._pool = []
+            self._lines.clear()
         for connection in pool:
             connection.close()
         with self._lease_lock:
@@ -637,8 +699,44 @@ class PostgresEngine:
 
     def reader(self, source: Source) -> Reader:
         name, password = self.role(source.policy.principal)
+        while (line := self._line(name)) is not None:
+            with suppress(psycopg.Error):
+                line.connection.execute("select 1")
+                return Reader(self, line, source, name)
+            line.connection.close()
         connection = connect(psycopg.conninfo.make_conninfo(self._url, user=name, password=password))
-        return Reader(self, connection, source, name)
+        return Reader(self, Line(connection), source, name)
+
+    def _line(self, role: str) -> Line | None:
+        with self._lock:
+            idle = self._lines.get(role)
+            if not idle:
+                return None
+            line = idle.pop()
+            if not idle:
+                del self._lines[role]
+            return line
+
+    def keep(self, role: str, line: Line) -> None:
+        """A closed reader's line for the next reader of its role."""
+        connection, dropped = line.connection, []
+        if (
+            connection.closed
+            or connection.broken
+            or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
+        ):
+            connection.close()
+            return
+        with self._lock:
+            self._lines.setdefault(role, []).append(line)
+            self._lines.move_to_end(role)
+            while sum(map(len, self._lines.values())) > LINES:
+                oldest = next(iter(self._lines))
+                dropped.append(self._lines[oldest].pop(0))
+                if not self._lines[oldest]:
+                    del self._lines[oldest]
+        for each in dropped:
+            each.connection.close()
 
     def inside(
         self, tx: Tx, sql: str, params: Any, deadline: float, limit: int, narrow: Narrow | None = None
@@ -648,12 +746,13 @@ class PostgresEngine:
         branch = tx.work.catalog.branch(tx.session, tx.name)
         source = Source(tx.work.catalog, tx.session, branch, None, tx.policy, tx.work.version, narrow)
         name, _ = self.role(tx.policy.principal)
-        return Reader(self, self._writer, source, name).inside(sql, params, deadline, limit)
+        return Reader(self, Line(self._writer), source, name).inside(sql, params, deadline, limit)
 
     def view_schema(self, connection: psycopg.Connection[Any], name: str, role: str, epoch: Any) -> None:
         """Make a schema for views; those of past epochs are swept away."""
         if type(epoch) is int and self._swept != epoch:
             self._swept = epoch
+            self._views.clear()
             self._sweep(epoch)
         connection.execute(f"create schema if not exists {name}")
         connection.execute(f"grant usage on schema {name} to {role}")
@@ -827,8 +926,9 @@ def checked(sql: str) -> tuple[str, tuple[str, ...], frozenset[str], frozenset[s
 class Reader:
     """A connection of a role that may use the views of one branch, moment and policy, and nothing else."""
 
-    def __init__(self, engine: PostgresEngine, connection: psycopg.Connection[Any], source: Source, role: str) -> None:
-        self.engine, self.connection, self.source, self.role = engine, connection, source, role
+    def __init__(self, engine: PostgresEngine, line: Line, source: Source, role: str) -> None:
+        self.engine, self.line, self.source, self.role = engine, line, source, role
+        self.connection = line.connection
         past = source.as_of is not None
         # Which tx is read is a setting of the session, so that every moment shares its views; only data moves with it.
         moment = "(select current_setting('livinglayer.as_of')::bigint)" if past else None
@@ -841,24 +941,18 @@ class Reader:
         ).hexdigest()[:32]  # whoever writes what is narrowed to could look for two of one digest
         self.draft = type(source.epoch) is not int
         self.schema = f"{engine.short()}_v{secrets.token_hex(6) if self.draft else source.epoch}_{digest}"
-        self.settings: dict[str, str] = {}
 
     def close(self) -> None:
-        self.connection.close()
+        self.engine.keep(self.role, self.line)
 
     def raw_connection(self) -> psycopg.Connection[Any]:
         """The connection with every name bound."""
         for entity in self.source.schema.entities:
             self.bind(entity.name)
-        self._set("search_path", self.schema)
+        self.line.set("search_path", self.schema)
         if self.source.as_of is not None:
-            self._set("livinglayer.as_of", str(self.source.as_of))
+            self.line.set("livinglayer.as_of", str(self.source.as_of))
         return self.connection
-
-    def _set(self, name: str, value: str) -> None:
-        if self.settings.get(name) != value:
-            self.connection.execute("select set_config($1, $2, false)", (name, value)).fetchone()
-            self.settings[name] = value
 
     def bind(self, name: str, again: bool = False, using: psycopg.Connection[Any] | None = None) -> bool:
         """Make a public name; False when there is none (for this principal)."""
@@ -935,10 +1029,10 @@ class Reader:
         entities = [entity for entity in checked(sql)[2] if self.source.visible(entity)]
         for attempt in (1, 2):
             try:
-                self._set("search_path", self.schema)
+                self.line.set("search_path", self.schema)
                 if self.source.as_of is not None:
-                    self._set("livinglayer.as_of", str(self.source.as_of))
-                self._set("statement_timeout", str(max(1, round((deadline - time.monotonic()) * 10) * 100)))
+                    self.line.set("livinglayer.as_of", str(self.source.as_of))
+                self.line.set("statement_timeout", str(max(1, round((deadline - time.monotonic()) * 10) * 100)))
                 trusted = self.source.policy.principal == OWNER and self.source.narrow is None
                 room = None if trusted else self.engine.settings.query_bytes // 4
                 answer = self._run(text, values, limit, room, told=bool(entities))
@@ -963,7 +1057,7 @@ class Reader:
 
         Views older than the last change of schema or policy are noticed so, and the answer knows the last tx it shows.
         """
-        cursor = self.connection.cursor()
+        cursor: psycopg.RawCursor[Any] = self.connection.cursor()
         sql = f"select q.* from ({text}) q limit {limit + 1}"
         if told:
             sql = f"select q.*, c.now from {self.schema}._clock c left join (select q.*, 1 from ({text}) q) q on true limit {limit + 1}"
@@ -972,7 +1066,9 @@ class Reader:
             cursor.execute(sql, values)
             rows = cursor.fetchall()
         else:
-            for row in cursor.stream(sql, values):  # an answer too large is never held
+            cursor = stream = Stream(self.connection)
+            stream.line = self.line
+            for row in stream.stream(sql, values):  # an answer too large is never held
                 room -= sum(map(_size, row))
                 if room < 0:
                     raise LimitExceeded("the answer is larger than it may be", hint="ask for less at a time")

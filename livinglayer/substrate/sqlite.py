@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from decimal import Decimal, InvalidOperation, localcontext
@@ -32,6 +32,7 @@ from .reads import Answer, Source, as_dicts, shaped
 from .values import DECIMAL_DIGITS, convert, decimal_text, parameter
 
 SCHEMA_FILE = "layer.db"
+SPARE = 4  # connections kept for readers to come
 _COLUMN = {
     "int": "INTEGER", "ref": "INTEGER", "float": "REAL", "bool": "BOOL_INT", "decimal": "DECIMAL_TEXT COLLATE exact",
     "date": "DATE_TEXT", "datetime": "DATETIME_TEXT", "json": "JSON_TEXT", "blob": "BLOB",
@@ -224,7 +225,9 @@ class SqliteEngine:
         self.location = str(directory)
         self._writer: apsw.Connection | None = None
         self._session: SqliteSession | None = None
+        self._thread = threading.local()  # the snapshot its thread holds
         self._readers: list[apsw.Connection] = []
+        self._spare: list[apsw.Connection] = []  # of readers that were closed: they have read the schema already
         self._pool = threading.Lock()
         self._leasing: apsw.Connection | None = None
         self._lease_lock = threading.Lock()
@@ -286,7 +289,20 @@ class SqliteEngine:
                 self._writer = None
 
     @contextmanager
+    def snapshot(self) -> Iterator[Session]:
+        with self.reading() as session:
+            self._thread.session = session
+            try:
+                yield session
+            finally:
+                self._thread.session = None
+
+    @contextmanager
     def reading(self) -> Iterator[Session]:
+        held: Session | None = getattr(self._thread, "session", None)
+        if held is not None:
+            yield held
+            return
         with self._pool:
             connection = self._readers.pop() if self._readers else None
         if connection is None:
@@ -304,10 +320,21 @@ class SqliteEngine:
                 self._readers.append(connection)
 
     def reader(self, source: Source) -> Reader:
-        connection = connect(self.path, self.settings, apsw.SQLITE_OPEN_READONLY)
-        for limit, value in _LIMITS.items():
-            connection.limit(limit, value)
-        return Reader(connection, source)
+        with self._pool:
+            connection = self._spare.pop() if self._spare else None
+        if connection is None:
+            connection = connect(self.path, self.settings, apsw.SQLITE_OPEN_READONLY)
+            for limit, value in _LIMITS.items():
+                connection.limit(limit, value)
+        return Reader(connection, source, self.keep)
+
+    def keep(self, connection: apsw.Connection) -> None:
+        """A reader's connection for the next reader; its views are gone."""
+        with self._pool:
+            if len(self._spare) < SPARE:
+                self._spare.append(connection)
+                return
+        connection.close(True)
 
     def inside(
         self, tx: Tx, sql: str, params: Any, deadline: float, limit: int, narrow: Narrow | None = None
@@ -324,7 +351,7 @@ class SqliteEngine:
 
     def close(self) -> None:
         with self._pool:
-            connections, self._readers = self._readers, []
+            connections, self._readers, self._spare = [*self._readers, *self._spare], [], []
         for connection in [*connections, *([self._writer] if self._writer else [])]:
             connection.close(True)
         self._writer = None
@@ -576,8 +603,10 @@ class Reader:
     Base and governed views carry a random name: the authorizer only hears the innermost name, which a caller could otherwise shadow with a CTE.
     """
 
-    def __init__(self, connection: apsw.Connection, source: Source) -> None:
-        self.source, self.connection = source, connection
+    def __init__(
+        self, connection: apsw.Connection, source: Source, keep: Callable[[apsw.Connection], None] | None = None
+    ) -> None:
+        self.source, self.connection, self.keep = source, connection, keep
         self.nonce = secrets.token_hex(8)
         self.public: set[str] = set()
         self.base: set[str] = set()
@@ -593,7 +622,14 @@ class Reader:
         self.connection.set_progress_handler(self._late, 2000)
 
     def close(self) -> None:
-        self.connection.close(True)
+        try:
+            self.unbind()
+            self.connection.pragma("shrink_memory")
+        except apsw.Error:
+            self.connection.close(True)
+            return
+        if self.keep is not None:
+            self.keep(self.connection)
 
     def raw_connection(self) -> apsw.Connection:
         """The connection with every name bound, its guard off."""
