@@ -33,7 +33,7 @@ class Program:
     given: dict[str, Any] | None = None  # sent as JSON on its input
     stdin: bytes = b""
     env: dict[str, str] = field(default_factory=dict)
-    secrets: dict[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
     labels: dict[str, str] = field(default_factory=dict)
     record: str | None = None
     replay: str | None = None

@@ -66,6 +66,7 @@ class Run:
         self.about: dict[str, Any] = {}  # what /me tells beside the rest
         self.on_slice: Callable[[], str] | None = None
         self.tape: Any = None
+        self.read: dict[str, str] = {}  # secrets it has read, which are not kept where it prints them
 
     # Steps
 
@@ -88,6 +89,7 @@ class Run:
         """Keep what was printed: short text in the step, more by content."""
         if not data:
             return
+        data = vault.hide(self.read, data)
         detail: dict[str, Any] = {"stream": stream, "bytes": len(data), "digest": digest(data)}
         if truncated:
             detail["truncated"] = True
@@ -230,7 +232,10 @@ class Run:
 
     def _on_secret(self, given: _Given) -> Any:
         name = given.text("name")
-        opened = vault.readable(self.layer, name, self.execution, self.readable, branch=self.branch)
+        opened = vault.readable(
+            self.layer, name, self.execution, self.readable, principal=self.deciding, branch=self.branch
+        )
+        self.read |= opened
         self.step("secret", name=name, use="read")
         return {"value": opened[name]}
 

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from ..errors import Conflict, Corrupt, Denied, Invalid, LayerError, NotFound, Unavailable
 from ..sandbox.blueprint import VARIABLE
 from ..sandbox.egress import rules
-from ..sandbox.egress.secrets import SHORTEST
+from ..sandbox.egress.secrets import SHORTEST, Secrets
 from ..settings import config_directory
 from ..substrate.ledger import MAIN_CHAIN, Execution, Tx, Work
 from ..substrate.permissions import Policy
@@ -325,8 +325,8 @@ def set(
 def check(name: Any, value: Any) -> None:
     """Refuses what can't be a secret."""
     if not isinstance(name, str) or not VARIABLE.fullmatch(name) or len(name) > 100:
-        raise Invalid(
-            f"{name if isinstance(name, str) and len(name) <= 100 else type(name).__name__!r} can't be the name of a secret",
+        raise Invalid(  # not shown: name and value may have been exchanged
+            "that can't be the name of a secret",
             hint="letters, digits and _, at most 100, as of a variable: boxes find it under that name",
         )
     if not isinstance(value, str):
@@ -627,30 +627,38 @@ def for_box(
 
 
 def open_for(
-    layer: Any, names: Iterable[str], execution: Execution, *, branch: str | None = None, as_of: int | None = None
-) -> Opened:
-    """The values of these secrets for the box of an execution that is open; Denied unless its principal may use each."""
-    _alive(layer, execution)
-    with _reading(layer, None) as session:
-        return _open(
-            layer, session, names, execution.principal, branch or execution.scope.branch or "main", as_of, "injected"
-        )
+    layer: Any, names: Iterable[str], execution: Execution, *, principal: int | None = None, branch: str | None = None, as_of: int | None = None
+) -> Opened:  # fmt: skip
+    """The values of these secrets for the box of an execution that is open; Denied unless its principal may use each.
+
+    `principal` is who is asked instead, where a function has its definer's rights.
+    """
+    return _opened(layer, names, execution, principal, branch, as_of, "injected")
 
 
 def readable(
-    layer: Any, name: str, execution: Execution, names: Collection[str], *, branch: str | None = None, as_of: int | None = None
+    layer: Any, name: str, execution: Execution, names: Collection[str], *, principal: int | None = None, branch: str | None = None,
+    as_of: int | None = None,
 ) -> Opened:  # fmt: skip
     """The value of one secret for code in a box that asks for it; `names` are those its blueprint says are readable."""
-    _alive(layer, execution)
     if not isinstance(name, str) or name not in names:
-        raise Denied(
-            f"secret {str(name)[:100]!r} is not readable here",
-            hint='a blueprint says {"name": …, "readable": true} of it',
-        )
-    with _reading(layer, None) as session:
-        return _open(
-            layer, session, [name], execution.principal, branch or execution.scope.branch or "main", as_of, "read"
-        )
+        raise Denied("that secret is not readable here", hint='a blueprint says {"name": …, "readable": true} of it')
+    return _opened(layer, [name], execution, principal, branch, as_of, "read")
+
+
+def _opened(
+    layer: Any, names: Iterable[str], execution: Execution, principal: int | None, branch: str | None, as_of: int | None, use: str
+) -> Opened:  # fmt: skip
+    if not isinstance(execution, Execution) or execution not in layer._ledger.executions or not execution.open:
+        raise Denied("secrets are opened for an open execution only")
+    asked = execution.principal if principal is None else principal
+    with layer.engine.reading() as session:
+        return _open(layer, session, names, asked, branch or execution.scope.branch or "main", as_of, use)
+
+
+def hide(values: Mapping[str, str], data: bytes) -> bytes:
+    """What code wrote, without the values it has read: for what is kept of its output."""
+    return Secrets(values).hide(data) if values else data
 
 
 def used(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -660,11 +668,6 @@ def used(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for event in events
         if event.get("event") == "secret"
     ]
-
-
-def _alive(layer: Any, execution: Execution) -> None:
-    if not isinstance(execution, Execution) or execution not in layer._ledger.executions or not execution.open:
-        raise Denied("secrets are opened for an open execution only")
 
 
 @contextlib.contextmanager

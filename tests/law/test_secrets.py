@@ -230,6 +230,22 @@ def test_code_reads_what_its_blueprint_says_is_readable(vault: Layer) -> None:
         secrets.readable(vault, "stripe", run, ["stripe"])
 
 
+def test_who_decides_can_be_another_than_who_runs(vault: Layer) -> None:
+    vault.principal("ben")
+    people = {row["name"]: row["id"] for row in vault.query("select id, name from principal")}
+    with execution(vault, "ben") as run:
+        assert secrets.open_for(vault, ["stripe"], run, principal=people["ann"]) == {"stripe": VALUE}
+        assert secrets.readable(vault, "stripe", run, ["stripe"], principal=people["ann"]) == {"stripe": VALUE}
+    with execution(vault) as run, pytest.raises(Denied, match="ben may not use"):
+        secrets.open_for(vault, ["stripe"], run, principal=people["ben"])
+
+
+def test_what_is_kept_of_output_has_no_value() -> None:
+    said = f"key={VALUE} {base64.b64encode(VALUE.encode()).decode()}".encode()
+    assert secrets.hide({"stripe": VALUE}, said) == b"key=LAYER_SECRET_stripe LAYER_SECRET_stripe"
+    assert secrets.hide({}, said) == said
+
+
 def test_opened_values_are_not_shown_or_stored() -> None:
     opened = secrets.Opened({"stripe": VALUE}, ())
     assert VALUE not in f"{opened!r} {opened} {[opened]} { ({'a': opened}) }"
@@ -856,6 +872,36 @@ def test_a_process_that_held_a_value_leaves_no_core(location: str, layer: Layer)
         [sys.executable, "-c", code, location], input=VALUE, capture_output=True, text=True, check=True
     )
     assert done.stdout == "0\n"  # PR_GET_DUMPABLE
+
+
+# -- the door ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_door_does_not_record_the_value(layer: Layer) -> None:
+    row = layer.call("secret.set", {"name": "stripe", "value": VALUE, "description": "payments"})
+    assert layer.query("select id from secret") == [{"id": row}] and value(layer) == VALUE
+    for wrong in (
+        {"name": "stripe", "valeu": VALUE},
+        {"name": "stripe", "value": [VALUE]},
+        {"name": "stripe", "value": {"nested": VALUE}},
+        {"name": "stripe", "value": VALUE + "\udcff"},
+        {"name": "stripe", "value": VALUE * 1000},
+        {"name": "stripe", "value": VALUE, VALUE: 1},
+    ):
+        with pytest.raises(LayerError) as caught:
+            layer.call("secret.set", wrong)
+        assert VALUE not in f"{caught.value!r} {caught.value.hint}"
+    layer.principal("ann")
+    with pytest.raises(LayerError):
+        layer.call("secret.set", {"name": "stripe", "value": VALUE}, principal="ann")
+    old = secrets.keys(layer)[0]["key"]
+    assert layer.call("secret.rotate_key")["rewrapped"] == {"main": 1}
+    assert layer.call("secret.forget_key", {"key": old})["key"] == old
+    layer.call("secret.remove", {"name": "stripe"})
+    kept = [layer.query(f"select * from {name}") for name in ("execution", "tx", "step", "decision", "secret__history")]
+    recorded = [call["arguments"] for call in kept[0] if call["verb"] == "secret.set"]
+    assert len(recorded) == 8 and recorded[0] == {"name": "stripe", "description": "payments"}
+    assert VALUE not in repr(kept)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
