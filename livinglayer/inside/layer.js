@@ -80,7 +80,10 @@ function short(text) {
 
 // HTTP/1.1, as little of it as the channel speaks
 
+const CONNECTIONS = 8; // at a time; further requests wait for one
 let idle = [];
+let free = CONNECTIONS;
+const waiting = [];
 let at = null; // where LAYER_URL leads, as it was last read
 
 function place() {
@@ -193,38 +196,51 @@ function connect(where) {
   });
 }
 
-/** One request and its answer. What only reads is sent again, once, when a connection turns out to be closed. */
-async function exchange(method, verb, body, safe = false, kind = "application/json") {
-  const where = place();
-  const head = `${method} ${where.path}${verb} HTTP/1.1\r\nHost: ${where.name}\r\nContent-Type: ${kind}\r\nContent-Length: ${body.length}\r\n\r\n`;
+async function attempt(where, head, body, safe) {
   let link = idle.pop();
-  let answer;
   for (;;) {
     if (link) {
       link.removeAllListeners();
       link.ref();
     } else link = await connect(where);
     try {
-      answer = await talk(link, head, body);
-      break;
+      const answer = await talk(link, head, body);
+      if (answer.keep && where === at) keep(link);
+      else {
+        link.on("error", () => {});
+        link.destroy();
+      }
+      return answer;
     } catch (error) {
       if (!error.lost || !safe) throw error;
       safe = false;
       link = null;
     }
   }
-  if (answer.keep && where === at && idle.length < 8) {
-    const kept = link;
-    const forget = () => {
-      idle = idle.filter((each) => each !== kept);
-      kept.destroy();
-    };
-    for (const event of ["error", "end", "close", "data"]) kept.on(event, forget);
-    kept.unref(); // a connection that waits keeps no program alive
-    idle.push(kept);
-  } else {
-    link.on("error", () => {});
+}
+
+function keep(link) {
+  const forget = () => {
+    idle = idle.filter((each) => each !== link);
     link.destroy();
+  };
+  for (const event of ["error", "end", "close", "data"]) link.on(event, forget);
+  link.unref(); // a connection that waits keeps no program alive
+  idle.push(link);
+}
+
+/** One request and its answer. What only reads is sent again, once, when a connection turns out to be closed. */
+async function exchange(method, verb, body, safe = false, kind = "application/json") {
+  const where = place();
+  const head = `${method} ${where.path}${verb} HTTP/1.1\r\nHost: ${where.name}\r\nContent-Type: ${kind}\r\nContent-Length: ${body.length}\r\n\r\n`;
+  if (free > 0) free--;
+  else await new Promise((go) => waiting.push(go));
+  let answer;
+  try {
+    answer = await attempt(where, head, body, safe);
+  } finally {
+    if (waiting.length) waiting.shift()();
+    else free++;
   }
   let value = null;
   try {

@@ -6,6 +6,7 @@ is kept; threads and children of a fork each have connections of their own.
 
 from __future__ import annotations
 
+import _queue
 import _socket
 import os
 import sys
@@ -315,11 +316,18 @@ def _short(value: Any) -> str:
 # -- HTTP/1.1, as little of it as the channel speaks ------------------------------------------------------------------
 
 
+_CONNECTIONS = 16  # at a time; further threads wait for one
+
+
 class _Place:
     """Where the layer is, as LAYER_URL says, and the connections to it that wait for their next request."""
 
     def __init__(self, url: str | None) -> None:
-        self.url, self.pid, self.idle = url, os.getpid(), []  # type: tuple[str | None, int, list[_socket.socket]]
+        self.url, self.pid = url, os.getpid()
+        self.idle: list[_socket.socket] = []
+        self.places: _queue.SimpleQueue[None] = _queue.SimpleQueue()  # one for each connection there may be
+        for _ in range(_CONNECTIONS):
+            self.places.put(None)
         if not url:
             raise Unavailable(
                 "not inside a box of a layer: LAYER_URL is not set",
@@ -412,29 +420,11 @@ def _exchange(
         f"{method} {place.path}{verb} HTTP/1.1\r\nHost: {place.host}\r\n"
         f"Content-Type: {kind}\r\nContent-Length: {size}\r\n\r\n"
     ).encode("latin-1")
-    link = place.take(sure=not safe)
-    while True:
-        fresh = link is None
-        if link is None:
-            link = place.connect()
-        try:
-            status, answer, kept = _talk(link, head, body, size)
-        except _Lost as lost:
-            link.close()
-            if safe:
-                link, safe = None, False
-                place.idle.clear()
-                continue
-            hint = None if fresh else "it is not known whether it was done"
-            raise Unavailable(f"the layer hung up without an answer: {lost}", hint=hint) from None
-        except BaseException:
-            link.close()
-            raise
-        break
-    if kept and len(place.idle) < 8:
-        place.idle.append(link)
-    else:
-        link.close()
+    place.places.get()
+    try:
+        status, answer = _attempt(place, head, body, size, safe)
+    finally:
+        place.places.put(None)
     if _loads is None:
         _load_json()
     assert _loads is not None
@@ -447,6 +437,30 @@ def _exchange(
             _garbage("the answer is no JSON object")
         return value
     raise _refusal(status, value)
+
+
+def _attempt(place: _Place, head: bytes, body: bytes | BinaryIO, size: int, safe: bool) -> tuple[int, bytes]:
+    link = place.take(sure=not safe)
+    while True:
+        if link is None:
+            link = place.connect()
+        try:
+            status, answer, kept = _talk(link, head, body, size)
+        except _Lost as lost:
+            link.close()
+            if safe:
+                link, safe = None, False
+                place.idle.clear()
+                continue
+            raise Unavailable(f"the layer hung up without an answer: {lost}") from None
+        except BaseException:
+            link.close()
+            raise
+        if kept:
+            place.idle.append(link)
+        else:
+            link.close()
+        return status, answer
 
 
 def _talk(link: _socket.socket, head: bytes, body: bytes | BinaryIO, size: int) -> tuple[int, bytes, bool]:

@@ -113,7 +113,7 @@ class Tape:
     def cpu(self) -> int:
         return self.read("cpu", _real_cpu_ns() - self.cpu_zero)
 
-    def bytes(self, size: int, of: str | None = None) -> bytes:
+    def draw(self, size: int, of: str | None = None) -> bytes:
         """The next bytes of the seed's stream; those `of` a name are always the same."""
         if size < 0:
             raise ValueError("negative argument not allowed")
@@ -122,16 +122,16 @@ class Tape:
         return shake_256(self.key + b"\0" + (of or str(next(self.draws))).encode()).digest(size)
 
     def number(self, of: str | None = None) -> int:
-        return int.from_bytes(self.bytes(32, of), "big")
+        return int.from_bytes(self.draw(32, of), "big")
 
     # -- in the place of the real ones
 
     def install(self) -> None:
         """Put this tape in the place of every clock and every source of chance of this interpreter."""
         self._tame_time()
-        os.urandom = self.bytes
+        os.urandom = self.draw
         if hasattr(os, "getrandom"):
-            os.getrandom = lambda size, flags=0: self.bytes(size)
+            os.getrandom = self._getrandom
         os.register_at_fork(before=self._forking, after_in_child=self._forked)
         self.fork = 0
         later: dict[str, Callable[[Any], None]] = {
@@ -143,6 +143,9 @@ class Tape:
         if later:
             sys.meta_path.insert(0, Watch(later))
 
+    def _getrandom(self, size: int, flags: int = 0) -> bytes:
+        return self.draw(size)
+
     def _forking(self) -> None:
         self.fork = next(self.forks)
 
@@ -153,55 +156,57 @@ class Tape:
         self.forks, self.draws = count(1), count(1)
 
     def _tame_time(self) -> None:
-        wall, steady, cpu = self.wall, self.steady, self.cpu
+        """Bound methods, because they stay as they are when somebody makes one an attribute of a class, as C functions do."""
         frame = sys._getframe
 
-        def monotonic() -> float:
-            return (steady() if frame(1).f_globals.get("__name__") not in WAITING else _real_steady_ns()) / 1e9
+        def monotonic_ns(tape: Tape) -> int:
+            return tape.steady() if frame(1).f_globals.get("__name__") not in WAITING else _real_steady_ns()
 
-        def monotonic_ns() -> int:
-            return steady() if frame(1).f_globals.get("__name__") not in WAITING else _real_steady_ns()
+        def monotonic(tape: Tape) -> float:
+            return (tape.steady() if frame(1).f_globals.get("__name__") not in WAITING else _real_steady_ns()) / 1e9
 
-        def sleep(seconds: float, /) -> None:
-            if not self.replaying or frame(1).f_globals.get("__name__") in WAITING:
+        def sleep(tape: Tape, seconds: float, /) -> None:
+            if not tape.replaying or frame(1).f_globals.get("__name__") in WAITING:
                 _real_sleep(seconds)
             elif seconds < 0:
                 raise ValueError("sleep length must be non-negative")
 
-        def clock_gettime_ns(clock: int, /) -> int:
+        def clock_gettime_ns(tape: Tape, clock: int, /) -> int:
             if clock in (time.CLOCK_REALTIME, getattr(time, "CLOCK_TAI", -1), 5):  # 5: CLOCK_REALTIME_COARSE
-                return wall()
-            return cpu() if clock in (time.CLOCK_PROCESS_CPUTIME_ID, time.CLOCK_THREAD_CPUTIME_ID) else steady()
+                return tape.wall()
+            return (
+                tape.cpu() if clock in (time.CLOCK_PROCESS_CPUTIME_ID, time.CLOCK_THREAD_CPUTIME_ID) else tape.steady()
+            )
 
-        def now(seconds: float | None) -> float:
-            return wall() / 1e9 if seconds is None else seconds
+        def local(tape: Tape, moment: Any) -> Any:
+            return _real_localtime(tape.wall() / 1e9) if moment is None else moment
 
         replaced: dict[str, Any] = {
-            "time": lambda: wall() / 1e9,
-            "time_ns": lambda: wall(),
+            "time": lambda tape: tape.wall() / 1e9,
+            "time_ns": lambda tape: tape.wall(),
             "monotonic": monotonic,
             "monotonic_ns": monotonic_ns,
-            "perf_counter": lambda: steady() / 1e9,
-            "perf_counter_ns": lambda: steady(),
-            "process_time": lambda: cpu() / 1e9,
-            "process_time_ns": lambda: cpu(),
-            "thread_time": lambda: cpu() / 1e9,
-            "thread_time_ns": lambda: cpu(),
-            "clock_gettime": lambda clock: clock_gettime_ns(clock) / 1e9,
+            "perf_counter": lambda tape: tape.steady() / 1e9,
+            "perf_counter_ns": lambda tape: tape.steady(),
+            "process_time": lambda tape: tape.cpu() / 1e9,
+            "process_time_ns": lambda tape: tape.cpu(),
+            "thread_time": lambda tape: tape.cpu() / 1e9,
+            "thread_time_ns": lambda tape: tape.cpu(),
+            "clock_gettime": lambda tape, clock: clock_gettime_ns(tape, clock) / 1e9,
             "clock_gettime_ns": clock_gettime_ns,
-            "localtime": lambda seconds=None: _real_localtime(now(seconds)),
-            "gmtime": lambda seconds=None: _real_gmtime(now(seconds)),
-            "ctime": lambda seconds=None: _real_ctime(now(seconds)),
-            "asctime": lambda moment=None: _real_asctime(_real_localtime(now(None)) if moment is None else moment),
-            "strftime": lambda form, moment=None: _real_strftime(
-                form, _real_localtime(now(None)) if moment is None else moment
-            ),
+            "localtime": lambda tape, at=None: _real_localtime(tape.wall() / 1e9 if at is None else at),
+            "gmtime": lambda tape, at=None: _real_gmtime(tape.wall() / 1e9 if at is None else at),
+            "ctime": lambda tape, at=None: _real_ctime(tape.wall() / 1e9 if at is None else at),
+            "asctime": lambda tape, at=None: _real_asctime(local(tape, at)),
+            "strftime": lambda tape, form, at=None: _real_strftime(form, local(tape, at)),
             "sleep": sleep,
         }
+        from types import MethodType
+
         for name, function in replaced.items():
             if hasattr(time, name):
                 function.__name__ = function.__qualname__ = name
-                setattr(time, name, function)
+                setattr(time, name, MethodType(function, self))
 
     def _tame_datetime(self, module: Any) -> None:
         """Other methods in the same classes, so that it does not matter who imported them when."""
@@ -231,7 +236,7 @@ class Tape:
             plainly(generator, self.number() if a is None else a, version)
 
         module.Random.seed = seed
-        module._urandom = self.bytes
+        module._urandom = self.draw
         module.seed = module._inst.seed
         module.seed(self.number("random"))
         os.register_at_fork(after_in_child=lambda: module.seed(self.number("random")))
@@ -411,8 +416,11 @@ def run(name: str, request: dict[str, Any]) -> Any:
 
     code = request["code"]
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
-    module = types.ModuleType(f"function.{name}")  # no import finds this name, and this name hides no import
-    sys.modules[module.__name__] = module
+    # Below `function`, so that it hides no module that the code imports; with those above it, so that pickle finds it.
+    parts = f"function.{name}".split(".")
+    for size in range(1, len(parts) + 1):
+        module = sys.modules[".".join(parts[:size])] = types.ModuleType(".".join(parts[:size]))
+        module.__path__ = []
     sys.argv[:] = [name]
     exec(compile(code, name, "exec", dont_inherit=True), module.__dict__)
     arguments = request.get("arguments")
