@@ -23,7 +23,7 @@ from livinglayer.substrate import chain
 
 SPEC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 LIVE = 2**63 - 1
-FACTS = ["execution", "outcome", "step", "box", "snapshot", "key", "prune"]
+FACTS = ["execution", "outcome", "step", "box", "snapshot", "key", "prune", "call", "usage", "decision", "lineage"]
 
 
 # -- the page
@@ -92,7 +92,7 @@ def entities() -> list[dict[str, Any]]:
                     "indexes": ticked(unique[2]) if unique else [],
                 }
             )
-    return found
+    return sorted(found, key=lambda entity: entity["id"])
 
 
 def ledger_statements(engine: str) -> list[str]:
@@ -465,6 +465,16 @@ def eventful(layer: Layer) -> None:
     with layer.execution({"entities": ["item"]}, reason="bounded") as execution:
         execution.update("item", nut, {"price": "8"})
     layer.prune(layer.query("select max(tx) as n from tx")[0]["n"])
+    with layer._ledger.work() as work:  # as a call in a box leaves them
+        tx, noon = work.tx(layer._execution(None)), "2026-03-01T12:00:00.000000Z"
+        tx.fact("ledger_step", 9000, 1, "query", '{"sql":"é"}', noon)
+        tx.fact(
+            "ledger_call", 9000, "call", 9, 3, '{"n":1}', 1500, 7, None, None, 6, 1, noon, "k", "s", None, "[1502]", "r"
+        )
+        tx.fact("ledger_usage", 9000, 1501, None, 9, 0.25, 0, 1e300, 10, 20, 30, noon)
+        tx.fact("ledger_decision", 9001, 1501, "write", "item", True, "[1502]", "é", 9000, noon)
+        tx.fact("ledger_lineage", 9002, "b2", "b1", "s1", 1500, 9000, noon)
+        tx.finish()
 
 
 def test_every_hash_of_a_layer_is_as_the_page_says(layer: Layer, location: str, engine: str) -> None:
