@@ -15,6 +15,9 @@ class Settings:
     query_bytes: int = 256 << 20  # memory of a reader process, and the largest answer it may give
     busy_seconds: float = 10.0  # how long a writer waits for another one
     readers: int = 2  # reader processes for SQL that is not the owner's
+    runner_seconds: float = 10.0  # how long a process that runs executions is waited for without a sign of life
+    trigger_depth: int = 16  # triggers that set each other off, one after another
+    trigger_rate: int = 1000  # executions a minute that one trigger starts; more wait
 
 
 def config_directory() -> Path:

@@ -74,6 +74,14 @@ def load(layer: Any, name: str, branch: str = "main", as_of: int | None = None) 
     return _known(layer, row, branch, as_of)
 
 
+def by_id(layer: Any, number: int, version: int | None, branch: str = "main") -> Function:
+    """A function that is there now, at the version that is given, or NotFound."""
+    row = row_by_id(layer, "function", number, branch)
+    if version is None or row["_tx"] == version:
+        return _known(layer, row, branch, None)
+    return _known(layer, row_by_id(layer, "function", number, branch, version), branch, version)
+
+
 def _known(layer: Any, row: Mapping[str, Any], branch: str, as_of: int | None) -> Function:
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
