@@ -307,7 +307,7 @@ def test_every_command_that_is_named_exists() -> None:
     named = {
         words
         for text in PAGES.values()
-        for words in re.findall(r"(?:`|^\$ )layer ([a-z]+(?: [a-z|]+){0,2})", text, re.M)
+        for words in re.findall(r"(?:`|^\$ )layer ([a-z]+(?: [a-z][a-z|-]*){0,2})", text, re.M)
     }
     wrong = []
     for words in named:
