@@ -993,3 +993,32 @@ def test_without_python_curl_does_it(channel: Layer, tmp_path: Path) -> None:
     assert status == 8 and complaint.startswith("layer: the layer can't be reached: ")
     (tmp_path / "curl").unlink()
     assert command(channel, "me", **path) == (8, "", "layer: this box has neither python3 nor curl\n")
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "inside.md").read_text()
+
+
+def shown(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.M | re.S)
+
+
+def test_what_the_page_shows_works(channel: Layer, node: str) -> None:
+    (python_code,), (javascript,), shell = shown("python function"), shown("js function"), shown("sh box")
+    function(channel, python_code, arguments={"id": 7})
+    assert channel.returned["value"] == {"id": 7, "title": "größer 🐘"}
+    function(channel, javascript, node, arguments={"id": 7})
+    assert channel.returned["value"]["title"] == "größer 🐘"
+    for script in shell:
+        done = subprocess.run(
+            ["sh", "-ec", script], env=channel.environment(), capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout
+    assert ("POST", "query", b"select * from ticket") in channel.asked
+
+
+def test_the_page_names_every_verb() -> None:
+    source = ast.parse((INSIDE / "layer.py").read_text())
+    verbs = [node.name for node in source.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    assert [verb for verb in verbs if not re.search(rf"`{verb}[`(]", PAGE)] == []
