@@ -34,6 +34,7 @@ format: setup  ## rewrite the code in the project's format
 bench: setup  ## measure both engines against a plain table and DoltLite, then boxes against bwrap and OCI runtimes
 	@$(PYTHON) -m bench $(ARGS)
 	@$(PYTHON) -m bench.boxes $(BOXES)
+	@$(PYTHON) -m bench.law
 
 torture: setup  ## kill -9, concurrency and fuzzing campaigns; takes minutes to hours
 	@$(PYTHON) -m pytest -m torture $(ARGS)

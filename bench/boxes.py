@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.report import Failed, Line, table
+from bench.report import Failed, Line, keep_part, table
 
 HERE = Path(__file__).parent
 MARK = "# Benchmark of boxes"
@@ -480,12 +480,6 @@ def _available() -> int:
     )
 
 
-def keep_other(path: Path, text: str) -> None:
-    """Write our part of the results, leaving the substrate's."""
-    before = path.read_text().split(MARK)[0].rstrip() if path.exists() else ""
-    path.write_text((before + "\n\n" if before else "") + text + "\n")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.boxes", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds: a look, not a measurement")
@@ -510,7 +504,7 @@ def main() -> int:
     text = bench.text(time.perf_counter() - start)
     print(text)
     if not options.quick and not options.only:
-        keep_other(HERE / "results.md", text)
+        keep_part(HERE / "results.md", MARK, text)
     return int(any(isinstance(line, Failed) for _, part in bench.parts for line in part))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 TITLES = {"sqlite": "SQLite", "postgres": "PostgreSQL"}
 HEAD = ["operation", "plain", "layer", "figure", "bar", "met"]
@@ -77,3 +79,10 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
+
+
+def keep_part(path: Path, mark: str, text: str) -> None:
+    """Write one part of the results (it begins with the line `mark`), leaving the others."""
+    parts = re.split(r"(?m)^(?=# )", path.read_text() if path.exists() else "")
+    kept = [part.strip() for part in parts if part.strip() and not part.startswith(mark + "\n")]
+    path.write_text("\n\n".join([*kept, text.strip()]) + "\n")
