@@ -511,6 +511,22 @@ class Layer(Writes):
         given = {**(arguments or {}), **more}
         return read(self, name, given, principal=self._acting(principal), branch=branch, as_of=as_of)[0]
 
+    def why(
+        self,
+        subject: str | int,
+        *,
+        impact: bool = False,
+        branch: str = "main",
+        as_of: Moment = None,
+        principal: str | None = None,
+        depth: int = 32,
+    ) -> Any:
+        """What led to ticket/7, ticket/7.status, tx/41 or an execution by its number: a tree; with `impact` what came of it."""
+        from .law import why
+
+        ask = why.impact if impact else why.why
+        return ask(self, subject, principal=self._acting(principal), branch=branch, as_of=as_of, depth=depth)
+
     @contextmanager
     def _refused(self, principal: int, sql: str, execution: Execution | None = None) -> Iterator[None]:
         """A query that tries to write is refused, and the ledger keeps that."""
