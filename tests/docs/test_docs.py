@@ -15,7 +15,7 @@ from sandbox.escape.world import load
 from sandbox.hosts import Host, wait_until
 
 from livinglayer import Layer, errors
-from livinglayer.edges.cli import boxes, images, secrets
+from livinglayer.edges.cli import boxes, images, secrets, workers
 from livinglayer.edges.cli.commands import COMMANDS
 from livinglayer.sandbox.blueprint import TIERS, Blueprint, parse_size
 from livinglayer.settings import Settings
@@ -25,6 +25,7 @@ from livinglayer.substrate.permissions import ACTIONS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+LAW = ("functions.md",)  # pages whose snippets need a layer whose functions run in boxes
 BOXES = ("sandbox.md", "tiers.md", "threat-model-boxes.md")  # pages whose snippets need boxes, and no layer
 
 
@@ -43,8 +44,12 @@ def snippets(boxes: bool = False) -> list[tuple[str, int, str]]:
     ("page", "line", "code"), snippets(), ids=lambda part: str(part) if "\n" not in str(part) else ""
 )
 def test_a_snippet_runs(
-    page: str, line: int, code: str, layer: Layer, location: str, tmp_path: Path, make_location: Callable[[], str]
-) -> None:
+    page: str, line: int, code: str, layer: Layer, location: str, tmp_path: Path, make_location: Callable[[], str],
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if page in LAW:
+        for name, value in request.getfixturevalue("host").environment().items():
+            monkeypatch.setenv(name, value)
     names = {
         "layer": layer,
         "location": location,
@@ -302,7 +307,7 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 
 
 def test_every_command_that_is_named_exists() -> None:
-    groups = boxes.GROUPS | images.GROUPS | secrets.GROUPS
+    groups = boxes.GROUPS | images.GROUPS | secrets.GROUPS | workers.GROUPS
     known = {*COMMANDS, *groups}
     named = {
         words
