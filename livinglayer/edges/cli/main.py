@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import livinglayer
-from livinglayer.edges.cli import boxes, functions, images, locate, secrets, why
+from livinglayer.edges.cli import boxes, functions, images, locate, secrets, why, workers
 from livinglayer.edges.cli.commands import COMMANDS, Command
 from livinglayer.edges.cli.table import Printer, escape
 from livinglayer.errors import Invalid, LayerError
@@ -56,7 +56,7 @@ def verbs(groups: dict[str, Any], name: str) -> Any:
     """Where the commands below `layer NAME` are added; made at its first use."""
     if name not in groups:
         above, _, last = name.rpartition(" ")
-        what = (boxes.GROUPS | images.GROUPS | secrets.GROUPS | functions.GROUPS | why.GROUPS)[name]
+        what = (boxes.GROUPS | images.GROUPS | secrets.GROUPS | functions.GROUPS | workers.GROUPS | why.GROUPS)[name]
         sub = verbs(groups, above).add_parser(last, help=what, description=what)
         groups[name] = sub.add_subparsers(metavar="VERB", required=True)
     return groups[name]
