@@ -494,7 +494,7 @@ def _traceback(error: BaseException) -> str:
     import traceback
 
     library = os.path.dirname(os.__file__)
-    ours = (__file__, layer.__file__)
+    ours = (main.__code__.co_filename, layer._main.__code__.co_filename)  # whatever they were loaded from
 
     def own(path: str) -> bool:
         return not (
