@@ -81,7 +81,8 @@ def load(
     if not path.is_file():
         raise NotFound(f"there is no file {path}")
     count = 0
-    with layer.transaction(reason or f"import {path.name}", branch, principal, timeout=3600) as tx:
+    told = f"import {path.name}"
+    with layer.transaction(reason or told, branch, principal, cause=told, timeout=3600) as tx:
         for line, row in enumerate(_rows(path, chosen, found), start=1):
             row.pop("id", None)
             try:
