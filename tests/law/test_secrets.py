@@ -904,6 +904,42 @@ def test_the_door_does_not_record_the_value(layer: Layer) -> None:
     assert VALUE not in repr(kept)
 
 
+READING = """
+import layer
+
+def look():
+    value = layer.secret("stripe")
+    print("it is", value)
+    try:
+        layer.secret("other")
+    except layer.Denied:
+        return len(value)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="boxes above tier process need root")
+def test_a_function_reads_a_secret_and_what_it_prints_is_kept_without_it(layer: Layer, boxes: Host) -> None:
+    for name in ("stripe", "other"):
+        layer.call("secret.set", {"name": name, "value": VALUE})
+    listed = [{"name": "stripe", "readable": True}, {"name": "other", "hosts": ["api.test"]}]
+    layer.call("blueprint.define", {"name": "reader", "secrets": listed})
+    layer.call("function.define", {"name": "desk.look", "code": READING, "blueprint": "reader"})
+    layer.principal("ann")
+    layer.grant("ann", "call", "function:desk.look")
+    with pytest.raises(Denied, match="ann may not use secret:"):
+        layer.call("desk.look", principal="ann")
+    for name in ("stripe", "other"):
+        layer.grant("ann", "use", f"secret:{name}")
+    assert layer.call("desk.look", principal="ann") == len(VALUE)
+    steps = layer.query("select kind, detail from step order by execution, n")
+    opened = [(step["detail"]["name"], step["detail"]["use"]) for step in steps if step["kind"] == "secret"]
+    assert opened == [("other", "injected"), ("stripe", "read")]
+    printed = [step["detail"].get("text") for step in steps if step["kind"] == "output"]
+    assert printed == ["it is LAYER_SECRET_stripe\n"]
+    assert VALUE not in repr(steps) + repr(layer.query("select * from execution"))
+    assert all(told["used"] is not None for told in secrets.describe(layer))
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
