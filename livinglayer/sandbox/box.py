@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import Conflict, NotFound
 from .agent import Agent
@@ -18,6 +18,9 @@ from .commands import Command
 from .driver import Driver, Guest, Spec
 from .networks import Network
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from .keeping import Looks
 
 FINISHED = 16  # commands in the background whose end is remembered
 State = Literal["starting", "running", "paused", "suspended", "ended"]
@@ -59,6 +62,8 @@ class Box:
         self._oom = 0
         self.environment: dict[str, str] = {}
         self.labels: dict[str, str] = {}
+        self.looks: Looks | None = None  # how it was when it was new, where programs may use it one after the other
+        self.uses = 0
         self.token: str | None = None  # of its channel
         self.channel: socket.socket | None = None  # a listener of its own, where there is no network of its own
 

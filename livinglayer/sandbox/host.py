@@ -41,6 +41,7 @@ from .drivers.process import ProcessDriver
 from .egress.netns import CHANNEL_PORT, GATEWAY
 from .egress.tls import Authority
 from .images import Images
+from .keeping import Keeping
 from .layers import Layers, chain_of
 from .networks import Event, Gateway
 from .snapshots import Snapshots
@@ -80,6 +81,7 @@ class Host:
         self._mask: tuple[float, tuple[str, ...]] = (-9.0, ())
         self._free = (0.0, 0)  # when the disk was last looked at, and what was free
         self.waiting = Waiting(self)
+        self.keeping = Keeping(self)
         self._drivers: dict[str, Driver] = {}
         self._works: set[str] = set()  # tiers that were tried and work
         self.stopping = asyncio.Event()
@@ -277,15 +279,19 @@ class Host:
             return tuple(await asyncio.to_thread(self.snapshots.load, snapshot))
         base = blueprint.base
         if base == "host" and not blueprint.packages:
-            if time.monotonic() - self._mask[0] > 1:  # a new name in / must not show in boxes for long
-                self._mask = (time.monotonic(), self.layers.resolve("host"))
-            return self._mask[1]
+            return self.masked()
         if blueprint.packages:
             steps = json.dumps([base, *blueprint.packages], sort_keys=True, default=str)
             name = f"built-{hashlib.sha256(steps.encode()).hexdigest()[:16]}"
             await build(self, name, base, blueprint.packages, blueprint.egress, say)
             base = name
         return tuple(await asyncio.to_thread(self.layers.resolve, base, say))
+
+    def masked(self) -> tuple[str, ...]:
+        """The layers of the base "host" as they are now."""
+        if time.monotonic() - self._mask[0] > 1:  # a new name in / must not show in boxes for long
+            self._mask = (time.monotonic(), self.layers.resolve("host"))
+        return self._mask[1]
 
     async def start(
         self,
@@ -455,6 +461,9 @@ class Host:
         if box.channel is not None:
             box.channel.close()
             box.channel = None
+        if box.looks is not None:
+            box.looks.close()
+            box.looks = None
         if box.name and self.spawner and box.blueprint.tier in VIRTUAL:
             self.spawn_task(self._let_go(self.spawner, box.id))
         # Once: by the time a suspended box is killed, the group it had may be another's.
@@ -606,6 +615,7 @@ class Host:
                     box.trace.add("usage", **box.spec.cgroup.stats())
                 with contextlib.suppress(LayerError):
                     await self._idle(box)
+            self.keeping.tick()
             if count % 5 == 0:
                 self.write_traces()
             if count % 300 == 0:
@@ -750,8 +760,17 @@ class Host:
             if moving:
                 box.spec.cgroup.thaw()
 
-    async def fork(self, box: Box, count: int, owner: str | None, names: Sequence[str | None] = ()) -> list[Box]:
-        """`count` boxes that begin where this one is; it goes on unharmed."""
+    async def fork(
+        self,
+        box: Box,
+        count: int,
+        owner: str | None,
+        names: Sequence[str | None] = (),
+        labels: Mapping[str, str] | None = None,
+        token: str | None = None,
+    ) -> list[Box]:
+        """`count` boxes that begin where this one is; it goes on unharmed. With `labels` they have these, not its own."""
+        _check_labels(labels or {})
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
             raise Invalid(f"fork count {count!r} is not between 1 and 1000")
         if names and len(names) != count:
@@ -764,7 +783,12 @@ class Host:
         taken = [name for name in names if name is not None]
         self.names.update(dict.fromkeys(taken, ""))  # from now on
         try:
-            return await self._fork(box, owner, names)
+            children = await self._fork(box, owner, names)
+            for child in children if labels is not None else ():
+                child.labels, child.token = dict(labels or {}), token
+                self.name_channel(child)
+                child.save(self.records)
+            return children
         finally:
             for name in taken:
                 if not self.names.get(name):

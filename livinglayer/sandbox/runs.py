@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from .box import Box, environment
 from .changes import of_upper
 from .commands import Command, Stream, encode_exec, exec_flags
 from .host import Host
+from .keeping import keepable
 from .wire import DONE, EXIT, PAYLOAD_MAX, STARTED, STDERR, STDOUT, Kind
 
 BODY_MAX = 256 << 20  # bytes of code, files and input together
@@ -69,7 +71,8 @@ class Run(Stream):
         self._output: dict[int, list[bytes]] = {STDOUT: [], STDERR: []}
         self._events: list[dict[str, Any]] = []
         self._task: asyncio.Task[None] | None = None
-        self._begun = self._let_go = False
+        self._begun = self._let_go = self._kept = False
+        self._shape, self._spent = "", 0.0
         self.over = False  # its caller has heard how it ended
 
     # ---- the request ----
@@ -144,7 +147,22 @@ class Run(Stream):
         for key in ("token", "snapshot"):
             if not isinstance(request.get(key), str | None):
                 raise Invalid(f"{key} is not a text")
+        self._shape, self._kept = text, self._may_be_kept(blueprint)
+        if self._kept and (box := self._host.keeping.take(self.tenant, text, self._host.masked())):
+            box.labels, box.created = request.get("labels") or {}, time.time()
+            return self._go(box, True)
         self._task = self._host.loop.create_task(self._make(blueprint))
+
+    def _may_be_kept(self, blueprint: Blueprint) -> bool:
+        """Whether the box may serve another program after this one; such programs run in an IPC namespace of their own."""
+        request, zygote = self._request, self._host.zygote
+        return (
+            zygote is not None
+            and request.get("python") is not None
+            and request.get("reuse") is not False
+            and not any(request.get(key) for key in ("files", "secrets", "record", "replay", "snapshot"))
+            and keepable(blueprint)
+        )
 
     async def _make(self, blueprint: Blueprint) -> None:
         """A box for the program, its files, its start."""
@@ -164,6 +182,8 @@ class Run(Stream):
             for path, size in request.get("files") or ():
                 await box.agent.write(str(path), bytes(self._body[at : at + size]), user=blueprint.user)
                 at += size
+            if self._kept:
+                self._host.keeping.look(box)
             self._go(box, False)
         except LayerError as error:
             self._fail(error)
@@ -195,7 +215,9 @@ class Run(Stream):
         box.touch()
         if code is not None and host.zygote and host.zygote.serves(box):
             user, timeout = box.blueprint.user, request.get("timeout")
-            command: Command = host.zygote.run(box, code, [], environment(box, given), "", user, timeout)
+            self._spent = box.looks.begin() if reused and box.looks else 0.0
+            variables = environment(box, given)
+            command: Command = host.zygote.run(box, code, [], variables, "", user, timeout, alone=self._kept)
             self._command = command
             self._tell_begun(fds)
             command.listen(self._sink)
@@ -300,7 +322,8 @@ class Run(Stream):
         stats: dict[str, Any] = {}
         if (code or command.duration > BRIEF) and not box.spec.cgroup.closed and box.guest is not None:
             stats = box.spec.cgroup.stats()
-        usage["cpu"] = max(usage.get("user", 0.0) + usage.get("system", 0.0), stats.get("cpu_seconds", 0.0))
+        counted = stats.get("cpu_seconds", 0.0) - self._spent
+        usage["cpu"] = max(usage.get("user", 0.0) + usage.get("system", 0.0), counted)
         usage["memory"] = max(usage.get("max_resident", 0), stats.get("memory_peak", 0))
         usage["sent"], usage["received"] = box.requests["up"], box.requests["down"]
         body = {
@@ -322,8 +345,8 @@ class Run(Stream):
         self._connection.stream = self  # until the caller lets go
         if self._connection.gone:
             self.gone()
-        else:
-            self._discard()
+        elif not self._kept or box.looks is None or not box.looks.alone():
+            self._discard()  # or what it left running would go on
 
     def _reason(self, box: Box, command: Command, code: int, stats: dict[str, Any]) -> str | None:
         """The limit that a program died of."""
@@ -341,6 +364,7 @@ class Run(Stream):
 
     def _discard(self) -> None:
         """The box goes, after its caller has heard."""
+        self._kept = False
         if self._box is not None:
             self._host.spawn_task(self._host.kill(self._box))
 
@@ -349,6 +373,8 @@ class Run(Stream):
         if not self._let_go:
             self._let_go = True
             self._host.busy -= 1
+            if self._kept and self._box is not None:
+                self._host.keeping.give(self._box, self.tenant, self._shape)
             if self._connection.stream is self:
                 self._connection.stream = None
 

@@ -572,9 +572,20 @@ class AsyncSandbox:
         """Keep what it holds, by content: its files, and with `memory` its processes too (tiers microvm and vm)."""
         return Snapshot(**await self._do("snapshot", memory=memory))
 
-    async def fork(self, count: int = 1, *, names: Sequence[str] = ()) -> "List[AsyncSandbox]":
-        """`count` boxes that begin where this one is; it goes on. Named ones stay, others end with this process."""
-        found = await self._do("fork", count=count, session=self._client.session, names=[*names])
+    async def fork(
+        self,
+        count: int = 1,
+        *,
+        names: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+        token: str | None = None,
+    ) -> "List[AsyncSandbox]":
+        """`count` boxes that begin where this one is; it goes on. Named ones stay, others end with this process.
+
+        They have its labels and no channel, unless `labels` (and a `token`) of their own are given.
+        """
+        more = {} if labels is None else {"labels": dict(labels), "token": token}
+        found = await self._do("fork", count=count, session=self._client.session, names=[*names], **more)
         return [type(self)(self._client, described) for described in found]
 
     async def __aenter__(self) -> "AsyncSandbox":
@@ -749,6 +760,11 @@ class AsyncSandbox:
     async def trace(self) -> "List[dict[str, Any]]":
         """Everything done to and by it, oldest first; also after its end."""
         return await self._do("trace")
+
+    async def trace_after(self, offset: int = 0) -> tuple["List[dict[str, Any]]", int]:
+        """What its trace holds after an offset, also after its end, and the offset after that; never waits."""
+        more = await self._do("trace.more", offset=offset, wait=0)
+        return more["events"], more["offset"]
 
     async def follow(self) -> AsyncIterator[dict[str, Any]]:
         """Its trace as it grows, from the beginning until its end."""

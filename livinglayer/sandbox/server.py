@@ -772,7 +772,10 @@ async def list_(connection: Connection, request: dict[str, Any]) -> list[dict[st
     return [
         box.describe()
         for box in host.boxes.values()
-        if box.state != "starting" and wanted <= box.labels.items() and box not in host.waiting
+        if box.state != "starting"
+        and wanted <= box.labels.items()
+        and box not in host.waiting
+        and box not in host.keeping
     ]
 
 
@@ -807,7 +810,8 @@ async def fork(connection: Connection, request: dict[str, Any]) -> list[dict[str
     box = host.find(request["box"])
     if box.asleep:
         await host.awake(box)
-    forks = await host.fork(box, request.get("count", 1), request.get("session"), request.get("names") or ())
+    more = (request.get("names") or (), request.get("labels"), request.get("token"))
+    forks = await host.fork(box, request.get("count", 1), request.get("session"), *more)
     return [child.describe() for child in forks]
 
 
@@ -835,7 +839,7 @@ async def trace(connection: Connection, request: dict[str, Any]) -> list[dict[st
 async def trace_more(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
     """What a trace holds after `offset`; waits a while for something when there is nothing."""
     host, id, offset = connection.host, request["box"], int(request.get("offset") or 0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + min(10.0, float(request.get("wait", 10)))
     while True:
         box = host.boxes.get(id)
         if found := box.trace if box else host.ended.get(id):

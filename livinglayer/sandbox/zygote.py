@@ -122,8 +122,9 @@ class Zygote:
         cwd: str,
         user: str,
         timeout: float | None,
+        alone: bool = False,
     ) -> Command:
-        """Run Python code in a namespace box."""
+        """Run Python code in a namespace box; `alone`: in an IPC namespace of its own."""
         self.warm()
         guest = box.guest
         if self._socket is None or not isinstance(guest, NamespaceGuest):
@@ -141,6 +142,7 @@ class Zygote:
             "args": args,
             "env": variables,
             "cwd": cwd or home,
+            "alone": alone,
             "uid": uid,
             "gid": gid,
         }

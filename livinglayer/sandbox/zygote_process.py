@@ -49,9 +49,8 @@ def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
                 source = file.read()
         step = ctypes.c_char_p()
         numbers = (ctypes.c_int * len(tasks))(*tasks)
-        if join(
-            pidfd, root, numbers, len(tasks), request["uid"], request["gid"], ctypes.byref(program), ctypes.byref(step)
-        ):
+        who = (request["uid"], request["gid"], request["alone"])
+        if join(pidfd, root, numbers, len(tasks), *who, ctypes.byref(program), ctypes.byref(step)):
             os.write(stderr, b"the box could not be joined: " + (step.value or b"") + b"\n")
             os._exit(125)
         for target, fd in enumerate((stdin, stdout, stderr)):

@@ -305,9 +305,10 @@ int box_enter(const struct box *box, const char **step) {
     return 0;
 }
 
-int box_join(int pidfd, int root, const int *tasks, int task_count, uint32_t uid, uint32_t gid, const struct sock_fprog *filter, const char **step) {
+int box_join(int pidfd, int root, const int *tasks, int task_count, uint32_t uid, uint32_t gid, bool alone, const struct sock_fprog *filter, const char **step) {
     for (int i = 0; i < task_count; i++) TRY("cgroup", write_fd(tasks[i], "0", 1));
-    TRY("namespaces", setns(pidfd, CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP));
+    TRY("namespaces", setns(pidfd, CLONE_NEWNS | CLONE_NEWNET | (alone ? 0 : CLONE_NEWIPC) | CLONE_NEWUTS | CLONE_NEWCGROUP));
+    if (alone) TRY("ipc namespace", unshare(CLONE_NEWIPC));
     TRY("root", fchdir(root));
     TRY("chroot", chroot("."));
     TRY("user namespace", setns(pidfd, CLONE_NEWUSER));

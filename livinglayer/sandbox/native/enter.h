@@ -40,8 +40,9 @@ int box_root(const struct box *box, const char **step);
 // One layer as a detached mount, idmapped into the box's range unless it is the host's own /. It may serve any box of that range.
 int open_layer(const struct box *box, const char *name);
 
-// The calling process joins a box that runs already: a fork of the Python zygote. `pid_ns` was joined before the fork.
-int box_join(int pidfd, int root, const int *tasks, int task_count, uint32_t uid, uint32_t gid, const struct sock_fprog *filter, const char **step);
+// The calling process joins a box that runs already: a fork of the Python zygote. Its pid namespace was joined before the fork.
+// `alone`: with an IPC namespace of its own, so that nothing of it is left there.
+int box_join(int pidfd, int root, const int *tasks, int task_count, uint32_t uid, uint32_t gid, bool alone, const struct sock_fprog *filter, const char **step);
 
 // A user namespace whose id 0 is host id `base`, 65536 ids wide.
 int make_user_namespace(uint32_t base);
