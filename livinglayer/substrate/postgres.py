@@ -53,6 +53,7 @@ _KIND = {
 _ISO = '\'YYYY-MM-DD"T"HH24:MI:SS.US"Z"\''
 REPEATED = 10_000
 LINES = 12  # connections kept for readers to come
+NARROWED = 1000  # schemas of narrowed views
 PREPARED = 200  # statements of one connection
 INSERTED = 50  # rows sent as one statement
 
@@ -242,6 +243,7 @@ class PostgresEngine:
         self._roles: dict[int, tuple[str, str]] = {}
         self._lines: OrderedDict[str, list[Line]] = OrderedDict()  # idle ones by role
         self._views: set[tuple[str, str]] = set()
+        self._narrowed: OrderedDict[str, None] = OrderedDict()
         self._swept = -1
         self._swift: dict[Any, str] = {}
         self._short: str | None = None
@@ -753,9 +755,25 @@ class PostgresEngine:
         if type(epoch) is int and self._swept != epoch:
             self._swept = epoch
             self._views.clear()
+            self._narrowed.clear()
             self._sweep(epoch)
         connection.execute(f"create schema if not exists {name}")
         connection.execute(f"grant usage on schema {name} to {role}")
+
+    def narrowed(self, schema: str) -> None:
+        """Of the schemas of narrowed views this handle made, only the last ones stay; who needs one makes it again."""
+        with self._lock:
+            self._narrowed[schema] = None
+            self._narrowed.move_to_end(schema)
+            old = self._narrowed.popitem(last=False)[0] if len(self._narrowed) > NARROWED else None
+            if old is not None:
+                self._views = {view for view in self._views if view[0] != old}
+        if old is not None:
+            with suppress(LayerError), self._borrowed() as connection:
+                with suppress(psycopg.Error):
+                    connection.execute("set lock_timeout = '50ms'")
+                    connection.execute(f"drop schema if exists {old} cascade")
+                connection.execute("set lock_timeout = 0")
 
     def _sweep(self, epoch: int) -> None:
         with suppress(LayerError), self._borrowed() as connection:
@@ -1008,6 +1026,8 @@ class Reader:
             raise _ours(error) from None
         if found:
             self.engine._views.add((self.schema, name))
+            if self.source.narrow is not None:
+                self.engine.narrowed(self.schema)
         return found
 
     def _prepared(self, sql: str, params: Any, using: psycopg.Connection[Any] | None = None) -> tuple[str, list[Any]]:
@@ -1057,7 +1077,7 @@ class Reader:
 
         Views older than the last change of schema or policy are noticed so, and the answer knows the last tx it shows.
         """
-        cursor: psycopg.RawCursor[Any] = self.connection.cursor()
+        cursor: psycopg.Cursor[Any] | Stream = self.connection.cursor()
         sql = f"select q.* from ({text}) q limit {limit + 1}"
         if told:
             sql = f"select q.*, c.now from {self.schema}._clock c left join (select q.*, 1 from ({text}) q) q on true limit {limit + 1}"

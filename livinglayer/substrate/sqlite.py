@@ -57,7 +57,6 @@ FUNCTIONS = frozenset(
     power printf quote radians random rank replace round row_number rtrim sign sin sqrt strftime string_agg substr
     substring sum tan time timediff total trim trunc typeof unhex unicode unixepoch upper -> ->>""".split()
 )
-CLOCK = "select tx, epoch from main.ledger_clock"
 _CTE = re.compile(r"""(\w+)["`\]]?\s*(?:\([^()]*\)\s*)?as\s*(?:not\s+)?(?:materialized\s*)?\(""")
 TABLE_FUNCTIONS = frozenset({"json_each", "json_tree"})
 _LIMITS = {
@@ -608,6 +607,9 @@ class Reader:
     ) -> None:
         self.source, self.connection, self.keep = source, connection, keep
         self.nonce = secrets.token_hex(8)
+        # A statement that was prepared is run again without asking the authorizer: no text may be one of these.
+        self._begin, self._end = f"begin --{self.nonce}", f"rollback --{self.nonce}"
+        self._clock = f"select tx, epoch from main.ledger_clock --{self.nonce}"
         self.public: set[str] = set()
         self.base: set[str] = set()
         self.governed: set[str] = set()
@@ -758,16 +760,16 @@ class Reader:
         run, own = self.connection.execute, not self.connection.in_transaction  # or within a write transaction
         if own:
             with translated():
-                run("begin")
+                run(self._begin)
         self.guarding, self.denied, self.changing = True, None, False
         try:
             names, kinds, rows = self._answer(sql, params, limit)
             self.guarding = False
-            tx, epoch = run(CLOCK).fetchone() or (0, 0)
+            tx, epoch = run(self._clock).fetchone() or (0, 0)
         finally:
             self.guarding = False
             if own and self.connection.in_transaction:
-                run("rollback")
+                run(self._end)
         if type(self.source.epoch) is int and epoch != self.source.epoch:  # a draft is its own
             raise Stale
         return names, kinds, rows, tx if self.source.as_of is None else self.source.as_of

@@ -445,6 +445,18 @@ def test_no_spelling_of_a_name_opens_what_is_not_narrowed_to(world: World) -> No
     guard.attack(world, statements, refused=True)
 
 
+def test_no_text_of_the_readers_own_is_run_for_a_caller(world: World) -> None:
+    """A statement that a connection has prepared for itself is not checked again when it comes from outside."""
+    own = [
+        "begin", "rollback", "commit", "end", "select tx, epoch from main.ledger_clock", "select epoch from main.ledger_clock", "select name from main.sqlite_schema",
+        "select tx, epoch from livinglayer.ledger_clock", "select tx, next_id, epoch, at, hash from ledger_clock where one = 1", "pragma shrink_memory", "pragma cache_size",
+        "select set_config('search_path', 'livinglayer', false)", "select set_config($1, $2, false)",
+    ]  # fmt: skip
+    for _ in range(3):
+        world.ask("select name from item")
+        guard.attack(world, own, refused=True)
+
+
 def test_no_function_tells_of_what_is_not_narrowed_to(world: World) -> None:
     calls = (
         "current_user", "session_user", "current_setting('search_path')", "set_config('search_path', 'livinglayer', false)", "current_schemas(true)", "to_regclass('secret_thing')",
