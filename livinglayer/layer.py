@@ -805,6 +805,8 @@ class Layer(Writes):
             if self._closed:
                 return
             self._closed = True
+        if (tending := getattr(self._ledger, "tending", None)) is not None:
+            tending.close()
         if self._ledger.runner is not None:
             self._ledger.runner.close()
         if self._ledger.denials:

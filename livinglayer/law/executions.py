@@ -60,6 +60,7 @@ class Run:
         self.draft = Draft()
         self.steps: list[tuple[str, dict[str, Any], str]] = []
         self.flushed = 0
+        self.before = 0  # steps that were recorded by whoever ran it earlier
         self.returned: dict[str, Any] | None = None
         self.conflicted = False
         self.open = True
@@ -72,7 +73,7 @@ class Run:
 
     def step(self, kind: str, **detail: Any) -> int:
         """Record an act; its number."""
-        if len(self.steps) >= STEPS:
+        if self.before + len(self.steps) >= STEPS:
             raise LimitExceeded(f"an execution takes at most {STEPS} steps")
         self.steps.append((kind, detail, now()))
         return len(self.steps)
@@ -82,7 +83,7 @@ class Run:
         first, self.flushed = self.flushed, len(self.steps)
         return [
             ("ledger_step", (self.execution.id, n, kind, dumps(detail).decode(), at))
-            for n, (kind, detail, at) in enumerate(self.steps[first:], start=first + 1)
+            for n, (kind, detail, at) in enumerate(self.steps[first : self.flushed], start=self.before + first + 1)
         ]
 
     def output(self, stream: str, data: bytes, truncated: bool) -> None:
@@ -122,7 +123,7 @@ class Run:
                 self.conflicted = True
             if isinstance(error, Denied):
                 self.layer._ledger.denied(self.execution, error, action=name)
-            if len(self.steps) < STEPS:
+            if self.before + len(self.steps) < STEPS:
                 self.steps.append(("refusal", {"do": name, "code": error.code, "message": error.message[:2000]}, now()))
             raise
         if len(self.steps) > before:
@@ -282,7 +283,7 @@ class Run:
             "reads": None if self.reads is None else sorted(self.reads),
             "scope": None if self.execution.scope.entities is None else dict(self.execution.scope.entities),
             "functions": None if self.calls is None else list(self.calls),
-            "steps": len(self.steps),
+            "steps": self.before + len(self.steps),
             **self.about,
         }
 

@@ -19,7 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from livinglayer.edges.cli.commands import arg, command
+import livinglayer
+from livinglayer.edges.cli import locate
+from livinglayer.edges.cli.commands import acting, arg, command
 from livinglayer.edges.cli.table import BOLD, DIM, GREEN, RED, Printer, counted, escape
 from livinglayer.errors import Conflict, Invalid, LayerError, NotFound, Unavailable
 from livinglayer.sandbox.blueprint import NAME, TIERS, VARIABLE
@@ -258,11 +260,24 @@ BOX = arg("box", metavar="BOX", help="its name or id, from `layer box list`")
     ),
     arg("--record", metavar="FILE", help="keep every answer from the network in this file"),
     arg("--replay", metavar="FILE", help="answer from such a file instead of the network"),
+    arg("--contract", metavar="NAME", help="a box of this contract of the layer, which says all of its shape"),
+    arg(
+        "--slice",
+        action="append",
+        metavar="ENTITY[=PREDICATE]",
+        help="of what the contract reads, only this entity and only its rows that match; may be repeated",
+    ),
+    flags="as branch reason",
     opens=False,
-    place="host",
+    place="both",
 )
 def create(args: Namespace, out: Printer) -> None:
     """Make a box that stays until it is killed, and say how strong its walls are."""
+    if args.contract:
+        return of_contract(args, out)
+    for key in ("dir", "as", "branch", "reason", "slice"):
+        if getattr(args, key) is not None:
+            raise Invalid(f"--{key} is for boxes of a contract", hint="--contract NAME")
     shape = {
         "base": args.base,
         "memory": args.memory,
@@ -292,6 +307,40 @@ def create(args: Namespace, out: Printer) -> None:
                     raise
     found = box.info()
     out.say(f"Made box {name} ({found['id']}) at tier {found['tier']}: {found['isolation']}")
+    out.say(f"Use it: layer box exec {name} -- COMMAND, or layer box shell {name}", DIM)
+    out.data(found)
+
+
+OF_CONTRACT = ("tier", "base", "snapshot", "memory", "pids", "cpu", "disk", "output", "lifetime", "egress", "env", "secret",
+               "secret_file", "mount", "user", "idle", "record", "replay")  # fmt: skip
+
+
+def of_contract(args: Namespace, out: Printer) -> None:
+    """A box as a contract says, on a branch, with a view over a slice."""
+    for key in OF_CONTRACT:
+        if getattr(args, key) is not None:
+            raise Invalid(f"--{key.replace('_', '-')} is not for a box of a contract: its blueprint says that")
+    cuts = None
+    if args.slice:
+        cuts = {entity: where or None for entity, _, where in (word.partition("=") for word in args.slice)}
+    layer = livinglayer.open(locate.find(args.dir))
+    try:
+        with telling("Making a box"):
+            found = layer.call(
+                "box.create", contract=args.contract, name=args.name, slice=cuts, branch=args.branch or "main",
+                principal=acting(args), reason=args.reason,
+            )  # fmt: skip
+    finally:
+        layer.close()
+    name = found["box"]
+    out.say(
+        f"Made box {name} ({found['id']}) of contract {args.contract} at tier {found['tier']}: {found['isolation']}"
+    )
+    out.say(f"In it `layer query`, `layer insert` … act on branch {found['branch']} as execution {found['execution']}")
+    if found["slice"]:
+        out.say(f"Its slice is at {found['slice']}, in $LAYER_SLICE; `layer slice` there brings a new one")
+    if found["kept"] == "started":
+        out.say("No worker runs here, so a process was started that answers for it: layer box keep")
     out.say(f"Use it: layer box exec {name} -- COMMAND, or layer box shell {name}", DIM)
     out.data(found)
 

@@ -10,7 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import livinglayer
-from livinglayer.edges.cli import boxes, functions, images, locate, secrets, why, workers
+from livinglayer.edges.cli import (
+    boxes,
+    contracts,
+    functions,
+    images,
+    locate,
+    projections,
+    secrets,
+    usage,
+    why,
+    workers,
+)
 from livinglayer.edges.cli.commands import COMMANDS, Command
 from livinglayer.edges.cli.table import Printer, escape
 from livinglayer.errors import Invalid, LayerError
@@ -48,7 +59,8 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command.name)
         for names, options in command.arguments:
             sub.add_argument(*names, **options)
-        add_flags(sub, command.flags, ("state",) if command.place == "host" else ("dir",))
+        places = {"host": ("state",), "layer": ("dir",), "both": ("dir", "state")}
+        add_flags(sub, command.flags, places[command.place])
     return top
 
 
@@ -56,7 +68,8 @@ def verbs(groups: dict[str, Any], name: str) -> Any:
     """Where the commands below `layer NAME` are added; made at its first use."""
     if name not in groups:
         above, _, last = name.rpartition(" ")
-        what = (boxes.GROUPS | images.GROUPS | secrets.GROUPS | functions.GROUPS | workers.GROUPS | why.GROUPS)[name]
+        parts = (boxes, images, secrets, functions, workers, why, contracts, projections, usage)
+        what = next(part.GROUPS[name] for part in parts if name in part.GROUPS)
         sub = verbs(groups, above).add_parser(last, help=what, description=what)
         groups[name] = sub.add_subparsers(metavar="VERB", required=True)
     return groups[name]

@@ -1,0 +1,512 @@
+"""Tending: boxes of contracts are answered, watched, kept within their budgets and concluded, by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from ..errors import Conflict, Denied, LayerError, LimitExceeded, NotFound, Unavailable
+from ..sandbox.sandbox import Sandbox
+from ..settings import state_directory
+from ..substrate.ledger import Execution, now
+from ..substrate.schema import MAIN
+from ..substrate.values import datetime_text
+from . import contracts, runners, usage
+from .channel import Channel
+from .executions import STEPS, Run
+from .signature import dumps
+
+LOOK = 0.5  # seconds between two looks for boxes
+TICK = 1.0  # between two looks at one
+YOUNG = 30.0  # an execution without a box that is younger is being made
+LARGE = 16 << 10  # bytes of a step's detail
+KEEPER = "keeper/"  # leases of those who look after boxes, by host
+KINDS = {"exec": "command", "network": "network", "secret": "secret", "file": "file", "limit": "limit"}
+log = logging.getLogger("livinglayer")
+
+
+class Bound(Run):
+    """The execution that a box of a contract is: each change is a tx at once, while the contract and the permission stand."""
+
+    def __init__(self, layer: Any, execution: Execution, branch: str, given: Mapping[str, Any], box: Any) -> None:
+        contract = contracts.by_id(layer, (execution.call or {})["contract"])
+        super().__init__(
+            layer, execution, branch=branch, reads=contracts.view(layer, contract, given["slice"], branch), calls=contract.functions,
+            readable=given["readable"], projections=contract.projections, atomic=False,
+        )  # fmt: skip
+        self.contract, self.terms = contract, given["terms"]
+        self.token = contracts.token(layer.id, given["key"])
+        self.about = {"contract": contract.name, "box": given["name"], "projections": list(contract.projections)}
+        self.refused: Denied | None = None
+        if given["sliced"]:
+            self.on_slice = lambda: self._slice(box)
+
+    def answer(self, method: str, name: str, rest: str, given: Mapping[str, Any], body: bytes) -> Any:
+        """As a function's, if the box may still act at all."""
+        try:
+            self.stand()
+        except Denied as error:
+            if self.refused is None:
+                self.layer._ledger.denied(self.execution, error, action=name)
+            self.refused = error
+            raise
+        try:
+            return super().answer(method, name, rest, given, body)
+        finally:
+            self.draft.first_read = None  # what is changed is changed now: nothing read before must still be so
+
+    def stand(self) -> None:
+        """Denied when the contract is gone or says something else now, or its principal may not act under it any more."""
+        try:
+            found = contracts.by_id(self.layer, self.contract.id)
+        except NotFound:
+            raise Denied(
+                f"contract {self.contract.name!r} is no more", resource=f"contract:{self.contract.name}"
+            ) from None
+        if found.terms != self.terms or found.name != self.contract.name:
+            raise Denied(
+                f"contract {self.contract.name!r} has changed since this box was made",
+                hint="make another box",
+                resource=f"contract:{self.contract.name}",
+            )
+        contracts.decide(self.layer, self.execution.principal, found, self.branch)
+
+    def _slice(self, box: Any) -> str:
+        tx = contracts.put_slice(self.layer, box, self.reads or {}, self.execution.principal, self.branch)
+        self.step("query", slice=sorted(self.reads or {}), tx=tx)
+        return contracts.SLICE
+
+
+class Kept:
+    """One box, looked after by a thread of its own."""
+
+    def __init__(self, tending: Tending, number: int, id: str | None) -> None:
+        self.tending, self.layer, self.number, self.id = tending, tending.layer, number, id
+        self.execution: Execution = self.layer._ledger.resume(number)
+        call = self.execution.call or {}
+        self.given: dict[str, Any] = json.loads(call["arguments"])
+        self.contract: int | None = call["contract"]
+        with self.layer.engine.reading() as session:
+            known = call["branch"] in (None, MAIN)
+            self.branch = "main" if known else self.layer._catalog.branch_by_id(session, call["branch"]).name
+        self.box = None if id is None else Sandbox.connect(id)
+        self.channel: Channel | None = None
+        self.run: Run = Run(self.layer, self.execution, branch=self.branch, atomic=False)
+        self.problem: LayerError | None = None
+        try:
+            if self.contract is not None:
+                self.run = Bound(self.layer, self.execution, self.branch, self.given, self.box)
+        except LayerError as error:  # nobody can act under it any more
+            self.problem = Denied(f"contract {self.given.get('contract')!r} is no more: {error.message}")
+        self.run.before, self.seen, self.began = self._recorded()
+        self.offset, self.ended = 0, False
+        self.cpu, self.memory, self.sent, self.received, self._cpu_now = 0.0, 0.0, 0, 0, 0.0
+        self._ticked, self._why = time.monotonic(), ""
+        self._remember()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._serve, name=f"layer-box-{number}", daemon=True)
+
+    def _recorded(self) -> tuple[int, float, datetime]:
+        """How many steps there are, when the last one happened that the host told of, and when it all began."""
+        at, engine = self.layer.engine.schema_prefix, self.layer.engine
+        detail, last, when = engine.portable("x.detail", "json"), 0, 0.0
+        with engine.reading() as session:
+            rows = session.all(
+                f"select x.n, {detail} from {at}ledger_step x where x.execution = ? order by x.n desc", (self.number,)
+            )
+            for n, text in rows:
+                last = max(last, n)
+                found = json.loads(text)
+                if "at" in found:
+                    when = found["at"]
+                    break
+            started = engine.portable("x.started", "datetime")
+            began = session.one(f"select {started} from {at}ledger_execution x where x.id = ?", (self.number,))
+        assert began is not None
+        return last, when, datetime.fromisoformat(began[0])
+
+    def _remember(self) -> None:
+        """Go on from what was known of its usage."""
+        for name, _, _, value in self.layer.engine.leases(f"{usage.LIVE}{self.number}"):
+            if name == f"{usage.LIVE}{self.number}" and value:
+                kept = json.loads(value)
+                self.memory = float(kept.get("memory") or 0)
+
+    # The thread
+
+    def _serve(self) -> None:
+        try:
+            while not self.stop.is_set() and not self.ended:
+                if self.channel is None:
+                    self.stop.wait(TICK / 5)
+                else:
+                    for fd, event in self.channel.poll.poll(TICK * 1000 / 5):
+                        self.channel.turn(fd, event)
+                if time.monotonic() - self._ticked >= TICK or self.run_refused:
+                    self._tick()
+        except Exception as error:
+            log.exception("box of execution %s", self.number, exc_info=error)
+        finally:
+            self._hang_up()
+            if not self.ended:
+                self._leave()
+
+    @property
+    def run_refused(self) -> bool:
+        return isinstance(self.run, Bound) and self.run.refused is not None
+
+    def _hang_up(self) -> None:
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.close()
+
+    def _leave(self) -> None:
+        """Somebody else will go on."""
+        try:
+            self._flush()
+            self.layer.engine.release(f"{usage.LIVE}{self.number}", self.tending.id)
+        except LayerError as error:
+            log.warning("steps of execution %s: %s", self.number, error)
+        self.layer._ledger.let_go(self.execution)
+
+    def _tick(self) -> None:
+        """One look at the box: what it did and used, whether it may go on."""
+        passed, self._ticked = time.monotonic() - self._ticked, time.monotonic()
+        assert self.box is not None
+        try:
+            state = self.box.info()["state"]
+            self._measure(passed)
+            self._connect(state)
+        except (NotFound, Conflict):
+            return self.conclude()
+        except Unavailable:
+            return  # the host starts again
+        if not self.layer.engine.lease(f"{usage.LIVE}{self.number}", self.tending.id, contracts.LEASE, self._value()):
+            self.stop.set()  # another looks after it now
+            return
+        self._watch()
+        self._flush()
+        problem = self.problem or self._over()
+        if problem is None and isinstance(self.run, Bound):
+            try:
+                self.run.stand()
+            except Denied as error:
+                problem = error
+        if problem is not None:
+            self.end(problem)
+
+    def _connect(self, state: str) -> None:
+        if state == "suspended":
+            self._hang_up()  # it has another listener when it goes on
+        elif self.channel is None and isinstance(self.run, Bound):
+            assert self.box is not None
+            self.channel = Channel(
+                self.box.channel(), lambda error: log.exception("channel of %s", self.id, exc_info=error)
+            )
+            self.channel.executions[self.run.token] = self.run
+
+    def _measure(self, passed: float) -> None:
+        assert self.box is not None
+        found = self.box.metrics()
+        cpu = float(found.get("cpu_seconds") or 0)
+        if cpu < self._cpu_now:  # it was suspended meanwhile, and counts anew
+            self.cpu += self._cpu_now
+        self._cpu_now = cpu
+        self.memory += float(found.get("memory") or 0) * passed
+        self.sent, self.received = int(found["network"]["up"]), int(found["network"]["down"])
+
+    def _value(self) -> str:
+        spent = {"cpu": self.cpu + self._cpu_now, "memory": self.memory, "sent": self.sent, "received": self.received}
+        return json.dumps({"principal": self.execution.principal, "contract": self.contract, **spent})
+
+    def _watch(self) -> None:
+        """What the host saw of it since the last look, as steps."""
+        if self.box is None:
+            return
+        while True:
+            events, self.offset = self.box.trace_after(self.offset)
+            for event in events:
+                if event["at"] > self.seen:
+                    self._note(event)
+            if not events:
+                return
+
+    def _note(self, event: dict[str, Any]) -> None:
+        self.seen, name = event["at"], event["event"]
+        if name in ("limit", "end"):
+            self._why = f"{event.get('limit')} limit" if name == "limit" else self._why or str(event.get("reason"))
+        if name == "usage":
+            return
+        detail = event if len(dumps(event)) <= LARGE else {"at": event["at"], "event": name, "cut": str(event)[:LARGE]}
+        if self.run.before + len(self.run.steps) < STEPS:
+            at = datetime_text(datetime.fromtimestamp(event["at"], UTC))
+            self.run.steps.append((KINDS.get(name, "box"), detail, at))
+
+    def _flush(self) -> None:
+        first = self.run.flushed
+        if len(self.run.steps) == first:
+            return
+        try:
+            self.layer._ledger.note(self.execution, self.run.facts())
+        except LayerError:
+            self.run.flushed = first
+            raise
+
+    def _over(self) -> LimitExceeded | None:
+        """The budget that is used up, if one is."""
+        budget = {} if not isinstance(self.run, Bound) else self.run.contract.budget
+        spent = {
+            "seconds": (datetime.now(UTC) - self.began).total_seconds(), "steps": self.run.before + len(self.run.steps),
+            "cpu": self.cpu + self._cpu_now, "bytes": self.sent + self.received,
+        }  # fmt: skip
+        for name, amount in {"steps": STEPS, **budget}.items():
+            if spent[name] > amount:
+                return _spent(name, spent[name], amount)
+        return None
+
+    # Its end
+
+    def end(self, problem: LayerError) -> None:
+        """Stop the box, and say why."""
+        self.run.open = False
+        self._hang_up()
+        assert self.box is not None
+        try:
+            for change in self.box.changes()[:1000]:
+                self.run.steps.append(("file", dict(change), now()))
+        except LayerError:
+            pass
+        self.box.kill()
+        self.conclude(problem)
+
+    def conclude(self, problem: LayerError | None = None) -> None:
+        """The box is gone: record the rest, and how it ended."""
+        self.run.open = False
+        try:
+            self._watch()
+        except LayerError as error:
+            log.warning("the trace of box %s: %s", self.id, error)
+        status = "done"
+        told: dict[str, Any] = {"box": self.id, "steps": self.run.before + len(self.run.steps)}
+        if problem is None and self._why == "wall limit":
+            budget = self.run.contract.budget.get("seconds") if isinstance(self.run, Bound) else None
+            problem = LimitExceeded("its time was over") if budget is None else _spent("seconds", budget, budget)
+        elif problem is None and self._why not in ("killed", ""):
+            problem = LayerError(f"the box ended: {self._why}")
+        elif problem is None and not self._why:
+            problem = LayerError("the box is gone, and its host does not know why")
+        if problem is not None:
+            status = "denied" if isinstance(problem, Denied) else "failed"
+            told["error"] = {"code": problem.code, "message": problem.message, "hint": problem.hint}
+        wall = (datetime.now(UTC) - self.began).total_seconds()
+        spent = (round(wall, 3), round(self.cpu + self._cpu_now, 6), self.memory, self.sent, self.received, 0, now())
+        row = ("ledger_usage", (self.number, self.execution.principal, self.contract, None, *spent))
+        try:
+            self.layer._ledger.conclude(self.execution, status, told, facts=[*self.run.facts(), row])
+        except Denied:
+            self.layer._ledger.let_go(self.execution)  # another was quicker
+        self.ended = True
+        self.layer.engine.release(f"{usage.LIVE}{self.number}", self.tending.id)
+
+
+def _spent(name: str, used: float, amount: float) -> LimitExceeded:
+    return LimitExceeded(
+        f"over its budget of {amount:g} {name}: {used:.3f}".rstrip("0").rstrip("."), hint="the contract's budget says how much a box may use"
+    )  # fmt: skip
+
+
+class Tending:
+    """The boxes of contracts that this process looks after."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer, pid = layer, os.getpid()
+        self.id = f"{runners.machine()}.{pid}.{runners.born(pid)}.{secrets.token_hex(4)}"
+        self.kept: dict[int, Kept] = {}
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def look(self) -> None:
+        """Look now, and go on looking beside whatever else this process does."""
+        with self._lock:
+            if self._thread is None and not self._stop.is_set():
+                self._thread = threading.Thread(target=self._loop, name="layer-tending", daemon=True)
+                self._thread.start()
+        self.turn()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(LOOK):
+            try:
+                self.turn()
+            except LayerError as error:
+                log.warning("boxes of contracts: %s", error)
+            except Exception as error:
+                if self._stop.is_set():
+                    return
+                log.exception("boxes of contracts", exc_info=error)
+
+    def turn(self) -> None:
+        """Take over boxes that nobody looks after, and conclude those that are gone."""
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self.layer.engine.lease(f"{KEEPER}{contracts.home()}", self.id, contracts.LEASE)
+            for number in [number for number, kept in self.kept.items() if not kept.thread.is_alive()]:
+                del self.kept[number]
+            waiting = [each for each in open_boxes(self.layer) if each[0] not in self.kept]
+            if not waiting:
+                return
+            here = {found["labels"].get("box"): found for found in _boxes(self.layer)}
+            for number, key, started in waiting:
+                self._take(number, here.get(key), started)
+
+    def _take(self, number: int, found: Mapping[str, Any] | None, started: datetime) -> None:
+        name = f"{usage.LIVE}{number}"
+        for known, holder, _, _ in self.layer.engine.leases(name):
+            if known == name and runners.dead(holder):
+                self.layer.engine.release(name, holder)
+        if (
+            found is None
+            and (datetime.now(UTC) - started).total_seconds() < YOUNG
+            and not _was_made(self.layer, number)
+        ):
+            return
+        if not self.layer.engine.lease(name, self.id, contracts.LEASE):
+            return
+        try:
+            id = _was_made(self.layer, number) or (None if found is None else str(found["id"]))
+            if found is not None and found["id"] == id:
+                kept = self.kept[number] = Kept(self, number, id)
+                kept._tick()
+                kept.thread.start()
+            else:
+                _gone(self, number, id)
+        except Conflict:
+            self.layer.engine.release(name, self.id)  # it is over
+        except NotFound:
+            pass  # it went this moment: the next look finds it gone
+
+    def close(self) -> None:
+        """Leave all of them to others."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(10)
+        for kept in self.kept.values():
+            kept.stop.set()
+        for kept in self.kept.values():
+            if kept.thread.is_alive():
+                kept.thread.join(10)
+        try:
+            self.layer.engine.release(f"{KEEPER}{contracts.home()}", self.id)
+        except LayerError:
+            pass
+
+
+class _Ended(Kept):
+    """A box that was gone before anybody looked."""
+
+    def __init__(self, tending: Tending, number: int, id: str | None) -> None:
+        super().__init__(tending, number, None)
+        self.id = id
+        self._past = id
+
+    def _watch(self) -> None:
+        if self._past is None:
+            return
+        from ..sandbox.client import blocking_client, run_blocking
+
+        while True:
+            request = {"do": "trace.more", "box": self._past, "offset": self.offset, "wait": 0}
+            more = run_blocking(blocking_client().call(request))
+            self.offset = more["offset"]
+            for event in more["events"]:
+                if event["at"] > self.seen:
+                    self._note(event)
+            if not more["events"]:
+                return
+
+
+def _gone(tending: Tending, number: int, id: str | None) -> None:
+    kept = _Ended(tending, number, id)
+    kept.conclude(None if id is not None else LayerError("the box was never made: whoever made it ended before it was"))
+
+
+def _boxes(layer: Any) -> list[dict[str, Any]]:
+    """The host's boxes of this layer; of those with the same label the first, which the others are forks of."""
+    from ..sandbox.client import blocking_client, run_blocking
+
+    found = run_blocking(blocking_client().call({"do": "list", "labels": {"layer": layer.id}}))
+    return sorted(found, key=lambda box: -box["created"])
+
+
+def _was_made(layer: Any, number: int) -> str | None:
+    """The id of the box that an execution got, once that is recorded."""
+    at, detail = layer.engine.schema_prefix, layer.engine.portable("x.detail", "json")
+    with layer.engine.reading() as session:
+        row = session.one(
+            f"select {detail} from {at}ledger_step x where x.execution = ? and x.kind = 'box' order by x.n limit 1",
+            (number,),
+        )
+    return None if row is None else json.loads(row[0]).get("id")
+
+
+def open_boxes(layer: Any) -> Iterator[tuple[int, str, datetime]]:
+    """Executions of boxes on this machine that are not over: number, label, when they began."""
+    engine, here = layer.engine, contracts.home()
+    at, given, started = (
+        engine.schema_prefix,
+        engine.portable("c.arguments", "json"),
+        engine.portable("x.started", "datetime"),
+    )
+    with engine.reading() as session:
+        rows = session.all(
+            f"select l.execution, {given}, {started} from {at}ledger_lineage l join {at}ledger_call c on c.execution = l.execution"
+            f" join {at}ledger_execution x on x.id = l.execution"
+            f" where not exists (select 1 from {at}ledger_outcome o where o.execution = l.execution) order by l.execution"
+        )
+    for number, text, began in rows:
+        found = json.loads(text or "{}")
+        if found.get("host") == here and isinstance(found.get("key"), str):
+            yield number, found["key"], datetime.fromisoformat(began)
+
+
+def of(layer: Any) -> Tending:
+    """What this process looks after of a layer; made at its first use."""
+    ledger = layer._ledger
+    with ledger._mutex:
+        found: Tending | None = getattr(ledger, "tending", None)
+        if found is None or found._stop.is_set():
+            found = ledger.tending = Tending(layer)
+    return found
+
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def ensure(layer: Any) -> str:
+    """Somebody looks after this machine's boxes: a worker, or a process that is started for it and ends after the last one."""
+    for known, holder, _, _ in layer.engine.leases(f"{KEEPER}{contracts.home()}"):
+        if known == f"{KEEPER}{contracts.home()}" and not runners.dead(holder):
+            return "running"
+    _started[:] = [process for process in _started if process.poll() is None]
+    place = str(layer.engine.location)
+    place = os.path.dirname(os.path.abspath(place)) if os.path.basename(place) == ".layer" else place
+    environment = dict(os.environ) | {"LAYER_DIR": place, "LAYER_STATE": str(state_directory())}
+    (state_directory() / "run").mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(state_directory() / "run" / "keep.log", "ab") as output:
+        _started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "livinglayer.edges.cli.main", "box", "keep"],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True, cwd="/",
+            )
+        )  # fmt: skip
+    return "started"

@@ -1,0 +1,361 @@
+"""Contracts: a box made of one sees and does what it says, on its branch, as long as it stands; all of it is recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from law.conftest import define as define_function
+from sandbox.hosts import Host, running, wait_until
+
+import livinglayer
+from livinglayer import Layer
+from livinglayer.errors import Conflict, Denied, Invalid, LimitExceeded, NotFound
+from livinglayer.law import contracts, tending
+from livinglayer.sandbox.sandbox import Sandbox
+
+AGENT: dict[str, Any] = {
+    "name": "agent",
+    "reads": {"ticket": {"fields": ["title", "priority"]}},
+    "scope": {"ticket": {"actions": ["update", "insert"], "fields": ["priority", "title"]}},
+    "functions": ["ticket.bump"],
+    "projections": ["urgent"],
+}
+
+
+@pytest.fixture
+def office(desk: Layer) -> Iterator[Layer]:
+    """A help desk with a contract, whose boxes this process looks after."""
+    desk.call("projection.define", name="urgent", statement="select count(*) as n from ticket where priority > 5")
+    desk.call("blueprint.define", name="small", limits={"memory": "128M", "disk": "64M"}, slice=True)
+    desk.call("contract.define", {**AGENT, "blueprint": "small"})
+    desk.principal("ann")
+    for action, resource in (
+        ("call", "contract:agent"),
+        ("call", "function:ticket.bump"),
+        ("read", "ticket"),
+        ("write", "ticket"),
+    ):
+        desk.grant("ann", action, resource)
+    for n in range(3):
+        desk.insert("ticket", {"title": f"t{n}", "priority": n * 3, "note": "secret"})
+    tending.of(desk).look()
+    yield desk
+    for box in Sandbox.list(labels={"layer": desk.id}):
+        box.kill()
+    tending.of(desk).close()
+
+
+def make(layer: Layer, **more: Any) -> tuple[Any, dict[str, Any]]:
+    told = layer.call("box.create", **{"contract": "agent", "principal": "ann", **more})
+    return Sandbox.connect(told["id"]), told
+
+
+def ask(box: Any, code: str) -> str:
+    """What a program in the box prints, with `layer` imported."""
+    result = box.run(["python3", "-c", f"import layer\n{code}"], timeout=60)
+    return (result.stdout.text + result.stderr.text).strip()
+
+
+def refusal(box: Any, code: str) -> str:
+    """The name of the error that a program in the box meets."""
+    return ask(
+        box, f"try:\n    print({code})\nexcept layer.LayerError as error:\n    print(type(error).__name__, error)"
+    )
+
+
+def outcome(layer: Layer, execution: int) -> dict[str, Any]:
+    """How it ended; waits for that."""
+    sql = "select status, result from execution where id = :id"
+    wait_until(lambda: layer.query(sql, {"id": execution})[0]["status"] != "running", "the execution is over", 30)
+    return layer.query(sql, {"id": execution})[0]
+
+
+def test_a_box_of_a_contract_reads_and_writes_as_it_says(office: Layer) -> None:
+    box, told = make(office)
+    assert ask(box, "print(layer.query('select title from ticket order by id'))") == str(
+        [{"title": f"t{n}"} for n in range(3)]
+    )
+    first = office.query("select min(id) as id from ticket")[0]["id"]
+    assert (
+        ask(box, f"layer.update('ticket', {first}, priority=9); print(layer.insert('ticket', title='new') > 0)")
+        == "True"
+    )
+    assert office.query("select priority from ticket where id = :id", {"id": first}) == [{"priority": 9}]
+    assert ask(box, f"layer.update('ticket', {first}, priority=1); layer.update('ticket', {first}, priority=2)") == ""
+    assert ask(box, "print(layer.projection('urgent'))") == "[{'n': 1}]"
+    assert ask(box, f"print(layer.call('ticket.bump', id={first}))") == "3"
+    assert "agent" in ask(box, "print(layer.me()['contract'])")
+    written = office.query(
+        "select principal, execution from tx where tx = (select max(tx) from ticket__history where id = :id)",
+        {"id": first},
+    )
+    called = office.query("select id, parent, contract, principal from execution where function = 'ticket.bump'")
+    assert written == [{"principal": "ann", "execution": called[0]["id"]}]
+    assert called[0] | {"id": 0} == {"id": 0, "parent": told["execution"], "contract": "agent", "principal": "ann"}
+    box.kill()
+    assert outcome(office, told["execution"])["status"] == "done"
+    kinds = {
+        row["kind"] for row in office.query("select kind from step where execution = :id", {"id": told["execution"]})
+    }
+    assert {"box", "command", "query", "mutation", "call"} <= kinds
+    (used,) = office.query(
+        "select principal, contract, cpu, wall from usage where execution = :id", {"id": told["execution"]}
+    )
+    assert (used["principal"], used["contract"]) == ("ann", "agent") and used["cpu"] > 0 and used["wall"] > 0
+    (line,) = office.query("select box, parent, branch, execution from lineage")
+    assert line == {"box": f"b{told['execution']}", "parent": None, "branch": "main", "execution": told["execution"]}
+    assert office.query("select tier, owner from box where id = :box", {"box": line["box"]}) == [
+        {"tier": "namespace", "owner": "ann"}
+    ]
+    assert office.verify().ok
+
+
+def test_what_a_contract_does_not_say_is_refused_and_recorded(office: Layer) -> None:
+    office.define("salary", {"amount": "int"})
+    office.insert("salary", {"amount": 7})
+    for action in ("read", "write", "call"):
+        office.grant("ann", action, "*")  # ann may; the contract does not
+    define_function(office, "ticket.other", "def other(): return 1")
+    office.call("projection.define", name="all", statement="select * from salary")
+    box, told = make(office)
+    first = office.query("select min(id) as id from ticket")[0]["id"]
+    assert refusal(box, "layer.query('select * from salary')").startswith(("NotFound", "Invalid"))
+    assert refusal(box, "layer.query('select note from ticket')").startswith(("NotFound", "Invalid"))
+    assert refusal(box, f"layer.update('ticket', {first}, note='x')").startswith("Denied")
+    assert refusal(box, f"layer.delete('ticket', {first})").startswith("Denied")
+    assert refusal(box, "layer.insert('salary', amount=1)").startswith("Denied")
+    assert refusal(box, "layer.call('ticket.other')").startswith("Denied")
+    assert refusal(box, "layer.call('row.insert', entity='salary', values={})").startswith("Denied")
+    assert refusal(box, "layer.projection('all')").startswith("NotFound")
+    assert refusal(box, "layer.secret('anything')").startswith("Denied")
+    assert office.query("select * from salary") == [{"id": office.query("select id from salary")[0]["id"], "amount": 7}]
+    wait_until(
+        lambda: len(office.query("select 1 as n from decision where execution = :id", {"id": told["execution"]})) >= 5,
+        "the refusals are recorded",
+    )
+
+
+def test_what_its_principal_may_not_the_contract_does_not_give(office: Layer) -> None:
+    office.principal("bob")
+    with pytest.raises(Denied, match="bob may not call contract:agent"):
+        make(office, principal="bob")
+    office.grant("bob", "call", "contract:agent")
+    office.grant("bob", "read", "ticket", where="priority > 5")
+    box, _ = make(office, principal="bob")
+    assert ask(box, "print(len(layer.query('select title from ticket')))") == "1"
+    first = office.query("select min(id) as id from ticket")[0]["id"]
+    assert refusal(box, f"layer.update('ticket', {first}, priority=9)").startswith(("Denied", "NotFound"))
+    assert refusal(box, f"layer.call('ticket.bump', id={first})").startswith("Denied")
+    assert ask(box, "print(layer.projection('urgent'))") == "[{'n': 1}]"  # the contract shows it
+
+
+def test_a_box_acts_on_the_branch_it_was_made_for(office: Layer) -> None:
+    office.fork("idea")
+    box, told = make(office, branch="idea")
+    ask(box, "layer.insert('ticket', title='only there')")
+    assert len(office.query("select 1 as n from ticket where title = 'only there'", branch="idea")) == 1
+    assert office.query("select 1 as n from ticket where title = 'only there'") == []
+    assert told["branch"] == "idea" and office.query("select branch from lineage") == [{"branch": "idea"}]
+    with pytest.raises(NotFound, match="no branch"):
+        make(office, branch="nowhere")
+
+
+def test_a_slice_is_a_view_and_a_file_that_is_made_anew_when_asked_for(office: Layer) -> None:
+    box, told = make(office, slice={"ticket": "priority > 2"})
+    assert told["slice"]
+    assert ask(box, "print(len(layer.query('select id from ticket')))") == "2"
+    look = (
+        "import os, sqlite3; c = sqlite3.connect('file:' + os.environ['LAYER_SLICE'] + '?mode=ro', uri=True); "
+        "print(c.execute('select title, priority from ticket order by id').fetchall(), [d[0] for d in c.execute('select * from ticket').description])"
+    )
+    assert ask(box, look) == "[('t1', 3), ('t2', 6)] ['id', 'title', 'priority']"
+    assert (
+        ask(box, "import os\ntry: open(os.environ['LAYER_SLICE'], 'w')\nexcept OSError as e: print(type(e).__name__)")
+        == "PermissionError"
+    )
+    ask(box, "layer.insert('ticket', title='new', priority=8)")
+    assert "new" not in ask(box, look)
+    assert ask(box, "print(layer.slice())") == contracts.SLICE
+    assert "('new', 8)" in ask(box, look)
+    about = ask(
+        box,
+        "import os, sqlite3; print(sqlite3.connect(os.environ['LAYER_SLICE']).execute('select layer, branch, tx > 0 from _slice').fetchall())",
+    )
+    assert about == f"[('{office.id}', 'main', 1)]"
+    with pytest.raises(Denied, match="does not read 'customer'"):
+        make(office, slice={"customer": None})
+    with pytest.raises(Invalid):
+        make(office, slice={"ticket": "no condition !"})
+
+
+def test_a_token_is_of_no_use_in_another_box_or_after_the_end(office: Layer) -> None:
+    one, _ = make(office)
+    other, told = make(office)
+    url = other.run(["sh", "-c", "echo $LAYER_URL"]).stdout.text.strip()
+    assert url != one.run(["sh", "-c", "echo $LAYER_URL"]).stdout.text.strip()
+    get = "import os, urllib.request, urllib.error\ntry: print(urllib.request.urlopen({!r} + '/me').read())\nexcept urllib.error.HTTPError as e: print(e.code)"
+    assert "agent" in ask(other, get.format(url))
+    assert ask(one, get.format(url)) == "403"
+    other.kill()
+    outcome(office, told["execution"])
+    assert ask(one, get.format(url)) == "403"
+    with office.engine.reading() as session:  # nothing in the database opens the channel
+        at, token = office.engine.schema_prefix, url.rpartition("/")[2]
+        for table, column in (("ledger_call", "arguments"), ("ledger_step", "detail"), ("ledger_lease", "value")):
+            rows = session.all(
+                f"select {office.engine.portable(column, 'json' if table != 'ledger_lease' else 'text')} from {at}{table}"
+            )
+            assert not any(token in str(row) for row in rows)
+
+
+@pytest.mark.parametrize("how", ["removed", "changed", "revoked"])
+def test_a_box_whose_contract_or_permission_is_gone_ends(office: Layer, how: str) -> None:
+    box, told = make(office)
+    assert ask(box, "print(len(layer.query('select id from ticket')))") == "3"
+    if how == "removed":
+        office.call("contract.remove", name="agent")
+    elif how == "changed":
+        office.call("contract.define", {**AGENT, "blueprint": "small", "functions": []})
+    else:
+        (permission,) = office.query("select id from permission where resource = 'contract:agent'")
+        office.revoke(permission["id"])
+    end = outcome(office, told["execution"])
+    assert end["status"] == "denied", end
+    said = {"removed": "is no more", "changed": "has changed", "revoked": "may not call"}[how]
+    assert said in end["result"]["error"]["message"]
+    wait_until(lambda: Sandbox.list(labels={"layer": office.id}) == [], "the box is gone")
+
+
+@pytest.mark.parametrize(
+    ("budget", "code", "said"),
+    [
+        ({"steps": 3}, "for n in range(9): layer.query('select 1 as n')", "budget of 3 steps"),
+        ({"cpu": 0.5}, "while True: pass", "budget of 0.5 cpu"),
+        ({"seconds": 3}, "import time; time.sleep(60)", "budget of 3 seconds"),
+    ],
+)
+def test_a_box_over_its_budget_is_stopped(office: Layer, budget: dict[str, float], code: str, said: str) -> None:
+    office.call("contract.define", {**AGENT, "name": "short", "budget": budget})
+    office.grant("ann", "call", "contract:short")
+    box, told = make(office, contract="short")
+    box.start(["python3", "-c", f"import layer\n{code}"])
+    end = outcome(office, told["execution"])
+    assert end["status"] == "failed" and said in end["result"]["error"]["message"], end
+    assert Sandbox.list(labels={"layer": office.id}) == []
+
+
+def test_quotas_hold_for_boxes(office: Layer) -> None:
+    office.call("quota.set", subject="ann", resource="boxes", amount=1, seconds=3600)
+    _, told = make(office)
+    wait_until(lambda: office.engine.leases(f"box/{told['execution']}") != [], "it is looked after")
+    with pytest.raises(LimitExceeded, match="ann has used 1 of 1 boxes"):
+        make(office)
+
+
+def test_another_process_goes_on_where_one_ended(office: Layer) -> None:
+    box, told = make(office)
+    ask(box, "layer.query('select 1 as n')")
+    tending.of(office).close()
+    before = office.query("select count(*) as n from step where execution = :id", {"id": told["execution"]})[0]["n"]
+    assert before >= 2
+    with livinglayer.open(str(office.engine.location)) as again:
+        tending.of(again).look()
+        assert ask(box, "print(layer.query('select 1 as n'))") == "[{'n': 1}]"
+    tending.of(office).look()
+    assert ask(box, "print(layer.query('select 1 as n'))") == "[{'n': 1}]"
+    box.kill()
+    assert outcome(office, told["execution"])["status"] == "done"
+    steps = office.query("select n, kind, detail from step where execution = :id order by n", {"id": told["execution"]})
+    assert [row["n"] for row in steps] == list(range(1, len(steps) + 1))
+    assert sum(row["kind"] == "command" for row in steps) == 3 and sum(row["kind"] == "query" for row in steps) >= 3
+
+
+def test_a_box_that_ended_while_nobody_looked_is_concluded(office: Layer) -> None:
+    box, told = make(office)
+    tending.of(office).close()
+    ask_later = box.run(["true"])
+    assert ask_later.ok
+    box.kill()
+    tending.of(office).look()
+    assert outcome(office, told["execution"])["status"] == "done"
+    assert office.query(
+        "select count(*) as n from step where execution = :id and kind = 'command'", {"id": told["execution"]}
+    ) == [{"n": 1}]
+
+
+def test_a_box_that_could_not_be_made_leaves_a_failed_execution_and_nothing_else(office: Layer) -> None:
+    make(office, name="taken")
+    with pytest.raises(Conflict, match="exists already"):
+        make(office, name="taken")
+    failed = office.query("select kind, status from execution where status = 'failed' order by id")
+    assert failed == [{"kind": "verb", "status": "failed"}, {"kind": "contract", "status": "failed"}]
+    assert len(Sandbox.list(labels={"layer": office.id})) == 1
+    with pytest.raises(Invalid, match="name of a box"):
+        make(office, name="No Name")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"name": "No"}, "can't be the name"),
+        ({"functions": ["ticket.nowhere"]}, "no function"),
+        ({"projections": ["nowhere"]}, "no projection"),
+        ({"reads": ["nowhere"]}, "nowhere"),
+        ({"reads": {"ticket": {"where": "no condition !"}}}, ""),
+        ({"scope": {"ticket": {"actions": ["read"]}}}, "no action"),
+        ({"scope": {"ticket": {"fields": ["colour"]}}}, "colour"),
+        ({"scope": {"nowhere": {}}}, "nowhere"),
+        ({"blueprint": "nowhere"}, "no blueprint"),
+        ({"minimum_tier": "cellar"}, "tier"),
+        ({"budget": {"money": 3}}, "budget"),
+        ({"budget": {"cpu": -1}}, "budget"),
+        ({"egress": ["example.test"]}, "not within"),
+        ({"secrets": ["stripe"]}, "no secret"),
+        ({"stops": "never"}, "list"),
+    ],
+)
+def test_a_contract_that_could_not_be_kept_is_refused(desk: Layer, given: dict[str, Any], said: str) -> None:
+    bare = {"name": "x", "reads": ["ticket"]}
+    with pytest.raises((Invalid, NotFound), match=said or None):
+        desk.call("contract.define", {**bare, **given})
+    assert desk.query("select * from contract") == []
+
+
+def test_a_contract_narrows_its_blueprint(desk: Layer) -> None:
+    desk.call("blueprint.define", name="net", egress=["*.example.test", "https://api.test/v1/*"], tier="process")
+    for rules in (["a.example.test"], ["https://api.test/v1/*"], [{"host": "b.example.test", "method": ["GET"]}], []):
+        desk.call("contract.define", name="x", blueprint="net", egress=rules)
+        assert contracts.load(desk, "x").egress == tuple(rules)
+    for rules in (
+        ["example.org"],
+        ["https://api.test/v2/*"],
+        ["api.test"],
+        ["*"],
+        [{"host": "a.example.test", "port": 22, "protocol": "tcp"}],
+    ):
+        with pytest.raises(Invalid, match="not within"):
+            desk.call("contract.define", name="x", blueprint="net", egress=rules)
+    desk.call("contract.define", name="x", blueprint="net", minimum_tier="namespace")
+    assert contracts.load(desk, "x").tier == "namespace"
+
+
+def test_where_no_worker_runs_a_process_is_started_that_answers(office: Layer, boxes: Host, tmp_path: Path) -> None:
+    tending.of(office).close()
+    box, told = make(office)
+    assert told["kept"] == "started"
+    process = tending._started[-1]
+    try:
+        assert ask(box, "print(len(layer.query('select id from ticket')))") == "3"
+        _, again = make(office)
+        assert again["kept"] == "running"
+        box.kill()
+        assert outcome(office, told["execution"])["status"] == "done"
+    finally:
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait(20)
+    assert not running(process.pid)
