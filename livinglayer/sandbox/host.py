@@ -48,7 +48,7 @@ from .snapshots import Snapshots
 from .store import Collected
 from .trace import KEPT, Trace, prune
 from .waiting import WARM, Waiting
-from .zygote import Zygote
+from .zygote import Zygotes
 
 T = TypeVar("T")
 IDLE_SECONDS = float(os.environ.get("LAYER_HOST_IDLE", "60"))  # a host that nobody uses ends
@@ -113,7 +113,7 @@ class Host:
             self.gateway.refill()
         self.snapshots = Snapshots(self.disk, self.layers)
         self.images = Images(self.layers, self.snapshots)
-        self.zygote = Zygote(self.state) if self.root else None
+        self.zygote = Zygotes(self.state) if self.root else None
         await adopt(self)
         while self.cgroups.refill():
             pass

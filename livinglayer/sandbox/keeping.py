@@ -41,11 +41,13 @@ class Looks:
     def __init__(self, box: Box) -> None:
         guest = box.guest
         assert isinstance(guest, NamespaceGuest)
-        self._upper = f"{box.spec.root.upper}/u"
         self._fds: list[int] = []
         try:
             if box.root_fd is None:
                 box.root_fd = os.open(f"/proc/{guest.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._upper = self._open(f"{box.spec.root.upper}/u", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            if os.listdir(self._upper):
+                raise OSError
             self._shm = self._open("dev/shm", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, box.root_fd)
             self._sockets = self._open(f"/proc/{guest.pid}/net/sockstat")
             group = box.spec.cgroup
@@ -58,7 +60,7 @@ class Looks:
             self._cpu = self._open(_file(group, "cpuacct", "cpuacct.usage") if old else _file(group, "cpu", "cpu.stat"))
             self._peak = self._open(_file(group, "memory", "memory.max_usage_in_bytes"), os.O_WRONLY) if old else -1
             self._met = self._of_limits()
-            self._files, self._shared, self._network = self._of_files(), _of(self._shm), self._of_network()
+            self._files, self._shared, self._network = _of(self._upper), _of(self._shm), self._of_network()
         except OSError:
             self.close()
             raise
@@ -66,11 +68,6 @@ class Looks:
     def _open(self, path: str, flags: int = os.O_RDONLY, at: int | None = None) -> int:
         self._fds.append(os.open(path, flags | os.O_CLOEXEC, dir_fd=at))
         return self._fds[-1]
-
-    def _of_files(self) -> tuple[object, ...]:
-        """The directory that holds all it has written: nothing but its own attributes."""
-        here = os.stat(self._upper, follow_symlinks=False)
-        return _attributes(here), tuple(os.listxattr(self._upper, follow_symlinks=False)), *os.listdir(self._upper)
 
     def _of_network(self) -> tuple[bytes, bytes, bytes]:
         """Sockets of any kind in its network, those of TCP, and those of connections that are over and linger."""
@@ -97,7 +94,7 @@ class Looks:
         return (
             self.alone()
             and self._met == self._of_limits()
-            and self._files == self._of_files()
+            and self._files == _of(self._upper)
             and self._shared == _of(self._shm)
             and self._network == self._of_network()
         )
@@ -135,8 +132,9 @@ class Keeping:
 
     def look(self, box: Box) -> None:
         """A new box, before its first program."""
-        with contextlib.suppress(OSError, IndexError):
-            box.looks = Looks(box)
+        if self._host.disk.btrfs:
+            with contextlib.suppress(OSError, IndexError, KeyError):
+                box.looks = Looks(box)
 
     def give(self, box: Box, tenant: str, shape: str) -> None:
         """A box whose program has ended and whose caller has let go: kept when it is as new, else removed."""
@@ -206,9 +204,7 @@ def _file(group: Cgroup, controller: str, name: str) -> str:
     return f"{group.directories[controller]}/{name}"
 
 
-def _attributes(here: os.stat_result) -> tuple[int, ...]:
-    return here.st_mode, here.st_uid, here.st_gid, here.st_nlink, here.st_size, here.st_mtime_ns, here.st_ctime_ns
-
-
 def _of(fd: int) -> tuple[int, ...]:
-    return _attributes(os.fstat(fd))
+    """A directory on btrfs or in memory: its size is that of the names in it, its ctime that of the last change of anything about it."""
+    here = os.fstat(fd)
+    return here.st_mode, here.st_uid, here.st_gid, here.st_nlink, here.st_size, here.st_mtime_ns, here.st_ctime_ns

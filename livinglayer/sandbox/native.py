@@ -56,7 +56,7 @@ def build(state: Path | None = None) -> Path:
             if all((SOURCE / source).exists() for source in sources):
                 flags = SANITIZED if sanitize and program != "init" else [*HARDENED, *STATIC]
                 _compile([*flags, *sources, "-o", str(place / program)])
-        _compile([*HARDENED, "-shared", "-fPIC", "enter.c", "-o", str(place / "libenter.so")])
+        _compile([*HARDENED, "-shared", "-fPIC", "enter.c", "zygote.c", "-o", str(place / "libenter.so")])
         _compile(["-O1", "filter.c", "-o", str(place / "filter"), "-lseccomp"])
         _run([str(place / "filter"), "syscalls.txt", str(place / "filter.bpf")])
         (place / "complete").touch()

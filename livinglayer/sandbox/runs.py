@@ -26,6 +26,7 @@ EVENTS = ("network", "secret", "limit")
 EVENTS_MAX = 10_000
 CHANGES_MAX = 10_000
 DIGESTED = 256 << 20  # bytes of changed files that are read for their digests
+SCANNED = 1 << 20  # bytes of input that are looked at for names of modules
 BRIEF = 0.05  # seconds; what runs longer is measured by its cgroup, too
 # Code that is too long for a command line comes before the program's own input.
 LONG = """import os
@@ -217,13 +218,15 @@ class Run(Stream):
             user, timeout = box.blueprint.user, request.get("timeout")
             self._spent = box.looks.begin() if reused and box.looks else 0.0
             variables = environment(box, given)
-            command: Command = host.zygote.run(box, code, [], variables, "", user, timeout, alone=self._kept)
+            command: Command = host.zygote.run(
+                box, code, [], variables, "", user, timeout, stdin=stdin[:SCANNED], alone=self._kept
+            )
             self._command = command
             self._tell_begun(fds)
             command.listen(self._sink)
             if stdin:
                 command.write(stdin)
-            command.write(None)
+                command.write(None)
             return
         argv: list[str] = request.get("argv") or []
         if code is not None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-import json
+import fcntl
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -20,14 +21,65 @@ from .wire import STDERR, STDOUT
 
 PYTHON = "/usr/bin/python3"  # the interpreter that boxes on the host's files see too
 INLINE, MESSAGE = 100_000, 900_000  # bytes of code beyond which it goes by a file in memory; most of one message
+REQUEST, ENDED = struct.Struct("<8I"), struct.Struct("<IiddQ")  # of native/zygote.c
+ALONE, ASIDE, EMPTY = 1, 2, 4
+PATIENCE = 0.005  # seconds before the output of a program is read as it comes: most have ended by then
+PRELOADED = ("layer.py", "layer_run.py")
+# Names that tell that code wants what only the larger of the two has loaded; that one costs each of its children more.
+HEAVY = re.compile(
+    rb"\b(pathlib|subprocess|hashlib|base64|tempfile|shutil|urllib|dataclasses|csv|decimal|statistics|asyncio|sqlite3|logging|socket|ssl"
+    rb"|http|email|concurrent|inspect)\b"
+)
 USERS = {"user": (1000, 1000, "/home/user"), "root": (0, 0, "/root")}
 
 
-class Zygote:
-    """One fork server, started at first use and again when it has died."""
+class Zygotes:
+    """Two fork servers: a small one for most code, one with more modules for code that names them."""
 
     def __init__(self, state: Path) -> None:
-        self._state, self._loop = state, asyncio.get_running_loop()
+        self._usual, self._more = Zygote(state, False), Zygote(state, True)
+
+    def serves(self, box: Box) -> bool:
+        """Whether Python code of this box's user can run in it by a fork of ours."""
+        return (
+            box.driver.capabilities.zygote
+            and "host" in box.spec.root.layers
+            and box.blueprint.user in USERS
+            and os.path.exists(PYTHON)
+        )
+
+    def run(
+        self,
+        box: Box,
+        code: str | bytes,
+        args: list[str],
+        environment: dict[str, str],
+        cwd: str,
+        user: str,
+        timeout: float | None,
+        stdin: bytes | None = None,
+        alone: bool = False,
+    ) -> Command:
+        """Run Python code in a namespace box; `stdin`, where all of it is known, is looked at for names of modules, too."""
+        if not isinstance(code, str | bytes):
+            raise Invalid("code is not a text")
+        if isinstance(code, str):
+            code = code.encode("utf-8", "surrogatepass")
+        heavy = HEAVY.search(code) or (stdin and HEAVY.search(stdin))
+        zygote = self._more if heavy else self._usual
+        return zygote.run(box, code, args, environment, cwd, user, timeout, stdin != b"", alone)
+
+    def close(self) -> None:
+        """End both."""
+        self._usual.close()
+        self._more.close()
+
+
+class Zygote:
+    """One fork server, started at first use and again when it has died; `more` modules or the usual ones."""
+
+    def __init__(self, state: Path, more: bool) -> None:
+        self._state, self._more, self._loop = state, more, asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._running: dict[int, PythonCommand] = {}
@@ -48,16 +100,15 @@ class Zygote:
             _in_memory("enter", programs / "libenter.so"),
             _in_memory("filter", programs / "filter.bpf"),
         ]
-        ours_inside = [
-            (path, content) for path, _, content in inside.files() if path.endswith(".py") and "/" not in path
-        ]
-        for path, content in ours_inside:
-            fds.append(_memory(path.removesuffix(".py"), content, 0))
-        names = [path.removesuffix(".py") for path, _ in ours_inside]
+        modules = {path.removesuffix(".py"): content for path, _, content in inside.files() if path in PRELOADED}
+        given = [*fds[1:], int(self._more)]
+        for name, content in modules.items():
+            fds.append(_memory(name, content, 0))
+        given += fds[-len(modules) :] if modules else []
         self._process = subprocess.Popen(
-            [PYTHON, "-I", "-B", f"/proc/self/fd/{fds[0]}", *map(str, fds[1:]), *names],
+            [PYTHON, "-I", "-B", f"/proc/self/fd/{fds[0]}", *map(str, given), *modules],
             pass_fds=fds,
-            env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"},
+            env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "LD_BIND_NOW": "1"},
             stdin=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
@@ -79,17 +130,10 @@ class Zygote:
                 data = b""
             if not data:
                 return self._died()
-            answer = json.loads(data)
-            command = self._running.get(answer["serial"])
-            if command is None:
-                continue
-            if "pid" in answer:
-                command.pid = answer["pid"]
-            else:
-                del self._running[answer["serial"]]
+            serial, status, user, system, resident = ENDED.unpack(data)
+            if command := self._running.pop(serial, None):
                 command.exited(
-                    os.waitstatus_to_exitcode(answer["status"]),
-                    {"user": answer["user"], "system": answer["system"], "max_resident": answer["resident"]},
+                    os.waitstatus_to_exitcode(status), {"user": user, "system": system, "max_resident": resident}
                 )
 
     def _died(self) -> None:
@@ -104,57 +148,41 @@ class Zygote:
             command.fail(Unavailable("the Python zygote has died", hint="it starts again; try again"))
         self._running.clear()
 
-    def serves(self, box: Box) -> bool:
-        """Whether Python code of this box's user can run in it by a fork of ours."""
-        return (
-            box.driver.capabilities.zygote
-            and "host" in box.spec.root.layers
-            and box.blueprint.user in USERS
-            and os.path.exists(PYTHON)
-        )
-
     def run(
         self,
         box: Box,
-        code: str | bytes,
+        code: bytes,
         args: list[str],
         environment: dict[str, str],
         cwd: str,
         user: str,
         timeout: float | None,
-        alone: bool = False,
+        stdin: bool,
+        alone: bool,
     ) -> Command:
         """Run Python code in a namespace box; `alone`: in an IPC namespace of its own."""
         self.warm()
         guest = box.guest
         if self._socket is None or not isinstance(guest, NamespaceGuest):
             raise Unavailable(f"there is no {PYTHON} on this host", hint="apt-get install python3")
-        if not isinstance(code, str | bytes):
-            raise Invalid("code is not a text")
-        if isinstance(code, str):
-            code = code.encode("utf-8", "surrogatepass")
         if box.root_fd is None:
             box.root_fd = os.open(f"/proc/{guest.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         uid, gid, home = USERS[user]
-        variables = {"HOME": home, "USER": user, **environment}
-        self._serial += 1
-        request = {
-            "args": args,
-            "env": variables,
-            "cwd": cwd or home,
-            "alone": alone,
-            "uid": uid,
-            "gid": gid,
-        }
-        head = json.dumps(request).encode()
-        aside = len(head) + len(code) > INLINE
-        data = b"".join((struct.pack("<IIII", self._serial, 0, len(head), aside), head, b"" if aside else code))
-        if len(data) > MESSAGE:
+        self._serial = self._serial % 0x7FFFFFFF + 1
+        where = (cwd or home).encode("utf-8", "surrogateescape") + b"\0"
+        variables = "".join([f"{key}={value}\0" for key, value in {"HOME": home, "USER": user, **environment}.items()])
+        block = variables.encode("utf-8", "surrogateescape")
+        words = "".join([f"{word}\0" for word in args]).encode("utf-8", "surrogateescape")
+        aside = len(code) > INLINE
+        flags = (ALONE if alone else 0) | (ASIDE if aside else 0) | (0 if stdin else EMPTY)
+        head = REQUEST.pack(self._serial, 0, uid, gid, flags, len(where), len(block), len(words))
+        data = b"".join((head, where, block, words, b"" if aside else code))
+        if len(data) > MESSAGE or "\0" in cwd or block.count(b"\0") != len(environment.keys() | {"HOME", "USER"}):
             raise LimitExceeded(
-                f"arguments and environment take {len(head)} bytes, more than the zygote takes",
+                f"arguments and environment take {len(data)} bytes, more than the zygote takes",
                 hint="send them as input",
             )
-        command = PythonCommand(box, self, self._serial, timeout)
+        command = PythonCommand(box, self, self._serial, timeout, stdin)
         try:
             if aside:
                 command.theirs.append(_memory("code", code))
@@ -202,24 +230,33 @@ def _memory(name: str, content: bytes, flags: int = os.MFD_CLOEXEC) -> int:
 class PythonCommand(Command):
     """A child of the zygote: its output comes by pipes of its own rather than through the agent."""
 
-    def __init__(self, box: Box, zygote: Zygote, serial: int, timeout: float | None) -> None:
+    def __init__(self, box: Box, zygote: Zygote, serial: int, timeout: float | None, stdin: bool) -> None:
         super().__init__(box, ["python3", "-c", "…"], None, timeout=timeout)
         self._zygote, self._serial_number = zygote, serial
         self.number = -serial
-        stdin_theirs, self._stdin = os.pipe2(os.O_CLOEXEC)
         self._outputs: dict[int, int] = {}
-        self.theirs = [stdin_theirs]
+        self.theirs: list[int] = []
+        self._stdin = -1
+        if stdin:
+            theirs, self._stdin = os.pipe2(os.O_CLOEXEC)
+            self.theirs.append(theirs)
+            fcntl.fcntl(self._stdin, fcntl.F_SETFL, os.O_NONBLOCK)
         for kind in (STDOUT, STDERR):
             ours, theirs = os.pipe2(os.O_CLOEXEC)
-            os.set_blocking(ours, False)
+            fcntl.fcntl(ours, fcntl.F_SETFL, os.O_NONBLOCK)
             self._outputs[ours] = kind
             self.theirs.append(theirs)
-        os.set_blocking(self._stdin, False)
         self._pending = bytearray()
         self._closing = False
         self._status: tuple[int, dict[str, Any]] | None = None
+        self._watched = self._feeding = False
+        self._watching = box.loop.call_later(PATIENCE, self._watch)
+
+    def _watch(self) -> None:
+        """Read what it prints as it comes."""
+        self._watched = True
         for fd in self._outputs:
-            box.loop.add_reader(fd, self._readable, fd)
+            self.box.loop.add_reader(fd, self._readable, fd)
 
     def hand_over(self) -> None:
         """The child has its ends now."""
@@ -239,7 +276,8 @@ class PythonCommand(Command):
         if data:
             self.output(self._outputs[fd], data)
             return
-        self.box.loop.remove_reader(fd)
+        if self._watched:
+            self.box.loop.remove_reader(fd)
         os.close(fd)
         del self._outputs[fd]
         self._settle()
@@ -261,15 +299,18 @@ class PythonCommand(Command):
             self.end(*self._status)
 
     def _close(self) -> None:
+        self._watching.cancel()
         for fd in self._outputs:
-            self.box.loop.remove_reader(fd)
+            if self._watched:
+                self.box.loop.remove_reader(fd)
             os.close(fd)
         self._outputs.clear()
         self._close_stdin()
 
     def _close_stdin(self) -> None:
         if self._stdin >= 0:
-            self.box.loop.remove_writer(self._stdin)
+            if self._feeding:
+                self.box.loop.remove_writer(self._stdin)
             os.close(self._stdin)
             self._stdin = -1
 
@@ -282,6 +323,9 @@ class PythonCommand(Command):
             self._zygote.kill(self._serial_number, number)
 
     def hold(self, on: bool) -> None:
+        if on and not self._watched:
+            self._watching.cancel()
+        self._watched = True
         for fd in self._outputs:
             self.box.loop.remove_reader(fd) if on else self.box.loop.add_reader(fd, self._readable, fd)
 
@@ -304,12 +348,16 @@ class PythonCommand(Command):
                 sent = os.write(self._stdin, self._pending[:65536])
                 del self._pending[:sent]
         except BlockingIOError:
-            self.box.loop.add_writer(self._stdin, self._feed)
+            if not self._feeding:
+                self._feeding = True
+                self.box.loop.add_writer(self._stdin, self._feed)
             return
         except OSError:
             self._pending.clear()
             self._closing = True
-        self.box.loop.remove_writer(self._stdin)
+        if self._feeding:
+            self._feeding = False
+            self.box.loop.remove_writer(self._stdin)
         self.on_room()
         if self._closing:
             self._close_stdin()

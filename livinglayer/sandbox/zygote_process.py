@@ -5,83 +5,69 @@ of the host's is in its memory. It holds no secret, reads no request but its hos
 inside the box. A child has all that its parent has in memory: so the parent never looks into a request, and wipes it at once.
 """
 
-import array
+import _random
+import atexit
 import ctypes
+import functools
 import gc
 import importlib.machinery
 import importlib.util
-import json
 import os
-import select
+import random
 import signal
-import socket
 import struct
 import sys
+import threading
 import types
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-# What code in a box tends to import; loaded once, shared by every child.
-for name in ("json", "re", "math", "random", "datetime", "collections", "itertools", "functools", "pathlib", "subprocess", "hashlib", "base64",
-             "tempfile", "shutil", "urllib.request", "urllib.parse", "typing", "dataclasses", "csv", "io", "time", "traceback", "threading", "string",
-             "decimal", "statistics", "uuid", "textwrap", "contextlib", "asyncio", "sqlite3", "logging"):  # fmt: skip
-    try:
-        __import__(name)
-    except ImportError:
-        pass
+# What code in a box tends to import; loaded once, shared by every child. What a child does not need costs it, too: so there are two of us.
+USUAL = (
+    "json", "re", "math", "random", "datetime", "collections", "itertools", "functools", "typing", "io", "time", "traceback", "threading",
+    "string", "contextlib", "textwrap", "linecache", "copy", "enum", "operator", "bisect", "heapq", "uuid", "_sha3",
+)  # fmt: skip
+MORE = (
+    "pathlib", "subprocess", "hashlib", "base64", "tempfile", "shutil", "urllib.request", "urllib.parse", "dataclasses", "csv", "decimal",
+    "statistics", "asyncio", "sqlite3", "logging", "socket", "ssl", "http.client",
+)  # fmt: skip
 
-CLONE_NEWPID = 0x20000000
+REQUEST = struct.Struct("<IIII")  # of native/zygote.c
+HEAD, ASIDE = 32, 2  # bytes before the working directory; a flag: the code comes as a file
 INSIDE = "/opt/livinglayer"
+PATH = INSIDE.encode()
+COLLAPSE, HUGE = 25, 2 << 20  # MADV_COLLAPSE
 
 
 class Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
-def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
-    """Enter the box, then run the code as `python3 -c` would. Never returns."""
+def child(message: bytearray, size: int, names: dict[str, Any], reseed: Callable[[], None]) -> NoReturn:
+    """Run the code as `python3 -c` would, inside the box already. Never returns. Every object it touches is a page to copy, so it touches few."""
     code = 1
     try:
-        size, aside = struct.unpack_from("<II", data)
-        request, source = json.loads(data[8 : 8 + size]), data[8 + size :]
-        pidfd, root, stdin, stdout, stderr, *tasks = fds
-        if aside:
-            with open(tasks.pop(0), "rb") as file:
+        flags, cwd, environment, arguments = REQUEST.unpack_from(message, 16)
+        at = HEAD + cwd
+        block = bytes(message[at : at + environment])
+        own = dict([one.split(b"=", 1) for one in block.split(b"\0")[:-1]])
+        os.environ._data = os.environb._data = own  # type: ignore[attr-defined]
+        at += environment
+        if arguments:
+            words = bytes(message[at : at + arguments]).split(b"\0")[:-1]
+            sys.argv[1:] = [word.decode("utf-8", "surrogateescape") for word in words]
+        source = bytes(message[at + arguments : size])
+        if flags & ASIDE:
+            with open(3, "rb") as file:
                 source = file.read()
-        step = ctypes.c_char_p()
-        numbers = (ctypes.c_int * len(tasks))(*tasks)
-        who = (request["uid"], request["gid"], request["alone"])
-        if join(pidfd, root, numbers, len(tasks), *who, ctypes.byref(program), ctypes.byref(step)):
-            os.write(stderr, b"the box could not be joined: " + (step.value or b"") + b"\n")
-            os._exit(125)
-        for target, fd in enumerate((stdin, stdout, stderr)):
-            os.dup2(fd, target)
-        os.closerange(3, 4096)
-        for usual in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD):
-            signal.signal(usual, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.set_wakeup_fd(-1)
-        os.environ.clear()
-        os.environ.update(request["env"])
-        os.chdir(request["cwd"])
-        os.umask(0o022)
-        for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-            stream = open(
-                number,
-                mode,
-                encoding="utf-8",
-                errors="surrogateescape" if number == 0 else "backslashreplace" if number == 2 else "strict",
-                closefd=False,
-                buffering=1 if number == 2 else -1,
-            )
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-        sys.argv[:] = ["-c", *request["args"]]
-        sys.path[:0] = ["", *filter(None, request["env"].get("PYTHONPATH", "").split(":"))]
-        main = types.ModuleType("__main__")
-        sys.modules["__main__"] = main
+        path = own.get(b"PYTHONPATH")
+        if path != PATH:
+            sys.path[1:2] = os.fsdecode(path).split(":") if path else []
+        threading._main_thread._native_id = os.getpid()  # type: ignore[attr-defined]
+        reseed()
         gc.enable()
         try:
-            exec(compile(source, "<string>", "exec"), main.__dict__)
+            exec(compile(source, "<string>", "exec"), names)
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
@@ -91,11 +77,13 @@ def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
             trace = raised.__traceback__.tb_next if raised.__traceback__ else None  # from the caller's own code on
             sys.excepthook(type(raised), raised.with_traceback(trace), trace)
             code = 130 if isinstance(raised, KeyboardInterrupt) else 1
-        threading = sys.modules["threading"]
-        threading._shutdown()
-        import atexit
-
-        atexit._run_exitfuncs()
+        if len(threading._active) > 1 or threading._shutdown_locks:  # type: ignore[attr-defined]
+            threading._shutdown()  # type: ignore[attr-defined]
+        if atexit._ncallbacks():
+            atexit._run_exitfuncs()
+        logging = sys.modules.get("logging")
+        if logging and logging._handlerList:
+            logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -108,6 +96,39 @@ def child(data: bytes, fds: list[int], join: Any, program: Program) -> NoReturn:
             pass
     finally:
         os._exit(code & 0xFF)
+
+
+def prepare() -> None:
+    """All that a child would do the same way: done once, here."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        stream = open(
+            number,
+            mode,
+            encoding="utf-8",
+            errors="surrogateescape" if number == 0 else "backslashreplace" if number == 2 else "strict",
+            closefd=False,
+            buffering=1 if number == 2 else -1,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv[:] = ["-c"]
+    sys.path[:0] = ["", INSIDE]
+    atexit._clear()  # what modules of ours wanted at their end is seen to by whoever ends
+
+
+def join_pages() -> None:
+    """Make large pages of our memory where the kernel can: a fork copies one entry for each page."""
+    libc = ctypes.PyDLL(None)
+    with open("/proc/self/maps") as file:
+        lines = file.read().splitlines()
+    for line in lines:
+        words = line.split()
+        if words[1] == "rw-p" and (len(words) == 5 or words[5] == "[heap]"):
+            start, end = (int(number, 16) for number in words[0].split("-"))
+            start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
+            if start < end:
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), COLLAPSE)
 
 
 def preload(fds: dict[str, int]) -> None:
@@ -139,95 +160,47 @@ def forget_arguments() -> None:
 
 def main() -> None:
     """Serve the host until it hangs up."""
-    number, library_fd, filter_fd = (int(text) for text in sys.argv[1:4])
-    rest = sys.argv[4:]  # fds of modules, then their names
+    number, library_fd, filter_fd, more = (int(text) for text in sys.argv[1:5])
+    rest = sys.argv[5:]  # fds of modules, then their names
+    for name in (*USUAL, *(MORE if more else ())):
+        try:
+            __import__(name)
+        except ImportError:
+            pass
     preload(dict(zip(rest[len(rest) // 2 :], map(int, rest), strict=False)))
-    control = socket.socket(fileno=number)
     library = ctypes.PyDLL(f"/proc/self/fd/{library_fd}", use_errno=True)
-    libc = ctypes.PyDLL(None, use_errno=True)
     with open(filter_fd, "rb") as file:
         instructions = file.read()
     os.close(library_fd)
     forget_arguments()
     held = ctypes.create_string_buffer(instructions, len(instructions))
     program = Program(len(instructions) // 8, ctypes.cast(held, ctypes.c_void_p))
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-    readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    running: dict[int, int] = {}
-    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no zygote without its host
+    ctypes.PyDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no zygote without its host
     message = bytearray(1 << 20)
+    place = (ctypes.c_char * len(message)).from_buffer(message)
+    size, step = ctypes.c_size_t(), ctypes.c_char_p()
+    prepare()
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    reseed = functools.partial(_random.Random.seed, random._inst)
     gc.collect()
     gc.freeze()
     gc.disable()
-    waits = select.poll()
-    waits.register(control, select.POLLIN)
-    waits.register(readable, select.POLLIN)
-    while True:
-        for fd, _ in waits.poll():
-            if fd == readable:
-                os.read(readable, 4096)
-                while True:
-                    try:
-                        pid, status, usage = os.wait4(-1, os.WNOHANG)
-                    except ChildProcessError:
-                        break
-                    if not pid:
-                        break
-                    serial = running.pop(pid, None)
-                    if serial is not None:
-                        control.send(
-                            json.dumps(
-                                {
-                                    "serial": serial,
-                                    "status": status,
-                                    "user": usage.ru_utime,
-                                    "system": usage.ru_stime,
-                                    "resident": usage.ru_maxrss * 1024,
-                                }
-                            ).encode()
-                        )
-                continue
-            size, ancillary, _, _ = control.recvmsg_into([message], socket.CMSG_SPACE(4 * 32), socket.MSG_CMSG_CLOEXEC)
-            if not size:
-                os._exit(0)
-            fds = array.array("i")
-            for _, _, raw in ancillary:
-                fds.frombytes(raw[: len(raw) // 4 * 4])
-            wanted, number = struct.unpack_from(
-                "<II", message
-            )  # the request's serial, and 0 or a signal for what it started
-            if number:
-                for pid, serial in running.items():
-                    if serial == wanted:
-                        try:
-                            os.killpg(pid, number)  # its group too: it leads a session
-                        except (ProcessLookupError, ValueError):
-                            pass
-                continue
-            failed = False
-            if libc.setns(fds[0], CLONE_NEWPID):  # children of ours are born in the box's own numbering
-                failed = True
-            else:
-                try:
-                    pid = os.fork()
-                    if pid == 0:
-                        control.close()
-                        running.clear()
-                        child(bytes(message[8:size]), list(fds), library.box_join, program)
-                    running[pid] = wanted
-                    control.send(json.dumps({"serial": wanted, "pid": pid}).encode())
-                except OSError:
-                    failed = True
-                libc.setns(own, CLONE_NEWPID)
-            message[:size] = bytes(size)
-            for fd in fds:
-                os.close(fd)
-            if failed:
-                control.send(
-                    json.dumps({"serial": wanted, "status": 125 << 8, "user": 0, "system": 0, "resident": 0}).encode()
-                )
+    join_pages()
+    serve = library.box_serve
+    given = (
+        number,
+        ctypes.byref(program),
+        place,
+        ctypes.c_size_t(len(message)),
+        ctypes.byref(size),
+        ctypes.byref(step),
+    )
+    if serve(*given):  # from here on a child
+        problem = os.strerror(ctypes.get_errno())
+        os.write(2, b"the box could not be joined: %b: %b\n" % (step.value or b"", problem.encode()))
+        os._exit(125)
+    child(message, size.value, main.__dict__, reseed)
 
 
 if __name__ == "__main__":
