@@ -228,7 +228,7 @@ def create(call: Call, *, contract: str, name: str | None = None, slice: Object 
     layer._ledger.intend(call.execution)
     made = Making(layer, found, asking.principal, call.branch, slice, name, permissions)
     execution = made.execution(asking, call.execution.id)
-    layer._ledger.intend(execution, lambda tx: made.record(tx, execution))
+    layer._ledger.intend(execution, lambda tx: record(tx, execution))
     return made.act(execution)
 
 
@@ -268,6 +268,18 @@ def view(layer: Any, contract: Contract, slice: Any, branch: str) -> dict[str, A
         found[entity] = part
     compiled(canonical(found), layer.schema(branch))
     return found
+
+
+def record(tx: Tx, execution: Execution, parent: str | None = None, snapshot: str | None = None) -> None:
+    """The intent of a box: its execution, and where it comes from."""
+    number = tx.intend(execution)
+    at = (execution.call or {})["branch"]
+    tx.fact("ledger_lineage", tx.work.new_id(), f"b{number}", parent, snapshot, at, number, now())
+
+
+def labels(layer_id: str, key: str) -> dict[str, str]:
+    """What its host knows a box of this layer by."""
+    return {"layer": layer_id, "box": key}
 
 
 class Making:
@@ -323,15 +335,6 @@ class Making:
             "contract": self.contract.id, "attempt": 1, "permissions": json_text("permissions", self.permissions),
         }  # fmt: skip
 
-    def record(self, tx: Tx, execution: Execution, parent: str | None = None, snapshot: str | None = None) -> None:
-        """The intent: the execution, and where its box comes from."""
-        number = tx.intend(execution)
-        at = (execution.call or {})["branch"]
-        tx.fact("ledger_lineage", tx.work.new_id(), f"b{number}", parent, snapshot, at, number, now())
-
-    def labels(self) -> dict[str, str]:
-        return {"layer": self.layer.id, "box": self.key}
-
     def act(self, execution: Execution) -> dict[str, Any]:
         """Make the box that was intended; what fails is the execution's end, and leaves no box."""
         from . import tending
@@ -342,7 +345,7 @@ class Making:
         try:
             env = {**self.shape.env, "TRACEPARENT": execution.trace or ""}
             box = Sandbox.create(
-                name=self.name, blueprint=self.shape.changed(env=env), secrets=dict(self.values), labels=self.labels(),
+                name=self.name, blueprint=self.shape.changed(env=env), secrets=dict(self.values), labels=labels(self.layer.id, self.key),
                 token=token(self.layer.id, self.key),
             )  # fmt: skip
             told = self.finish(execution, box)

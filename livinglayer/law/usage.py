@@ -144,7 +144,9 @@ def _running(layer: Any, quota: Quota, principal: int) -> float:
     def counts(who: int | None, contract: int | None) -> bool:
         return (quota.subject is None or who == principal) and quota.contract in (None, contract)
 
-    total = sum(_amount(quota.resource, box) for box in living(layer) if counts(box["principal"], box["contract"]))
+    if quota.resource not in ("executions", "boxes"):
+        return sum(_amount(quota.resource, box) for box in living(layer) if counts(box["principal"], box["contract"]))
+    total = float(sum(counts(*each) for each in _open(layer)))
     if quota.resource == "executions":
         total += sum(
             execution.kind == "function" and execution.open
@@ -155,9 +157,19 @@ def _running(layer: Any, quota: Quota, principal: int) -> float:
 
 
 def _amount(resource: str, live: Mapping[str, Any]) -> float:
-    if resource in ("executions", "boxes"):
-        return 1.0
     return float(live["sent"] + live["received"] if resource == "bytes" else live[resource])
+
+
+def _open(layer: Any) -> list[tuple[int, int | None]]:
+    """Principal and contract of every box that is known and has not ended."""
+    at = layer.engine.schema_prefix
+    with layer.engine.reading() as session:
+        rows = session.all(
+            f"select x.principal, c.contract from {at}ledger_lineage l join {at}ledger_execution x on x.id = l.execution"
+            f" join {at}ledger_call c on c.execution = l.execution"
+            f" where not exists (select 1 from {at}ledger_outcome o where o.execution = l.execution)"
+        )
+    return [(row[0], row[1]) for row in rows]
 
 
 def living(layer: Any) -> Iterator[dict[str, Any]]:

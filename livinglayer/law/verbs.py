@@ -189,7 +189,7 @@ def _conclude(layer: Any, execution: Execution, error: LayerError) -> None:
     if not execution.open:
         return
     denied = isinstance(error, Denied)
-    if denied and execution.id is None:
+    if isinstance(error, Denied):
         layer._ledger.denied(execution, error, action="call", resource=str((execution.call or {}).get("verb")))
     told = {"error": {"code": error.code, "message": error.message, "hint": error.hint}}
     if error.details.get("rows"):
@@ -380,5 +380,5 @@ def _function(
     return call.layer.upsert("function", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
-from . import contracts, quotas, triggers  # noqa: E402, F401  # verbs of their own: the table is whole once these are imported
+from . import contracts, quotas, reality, triggers  # noqa: E402, F401  # verbs of their own: the table is whole once these are imported
 from . import projections as _projections  # noqa: E402, F401

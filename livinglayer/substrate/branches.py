@@ -48,36 +48,49 @@ def fork(
     reason: str | None,
 ) -> int:
     """A new branch that begins as `source` is (or was); costs one row."""
-    check_name(name, "a branch", frozenset())  # it never stands in SQL
     with ledger.work() as work:
-        parent = work.catalog.branch(work.session, source, open_only=True)
-        policy = work.catalog.policy(work.session, execution.principal, work.version)
-        policy.require("fork", f"branch:{source}")
-        at = work.clock.tx if as_of is None else work.catalog.moment(work.session, as_of, work.clock.tx)
-        if len(work.catalog.chain(work.session, parent)) >= DEPTH:
-            raise Invalid(f"branch {source!r} is {DEPTH} forks deep", hint="merge or fork from an ancestor")
-        if slice is not None:
-            chain = work.catalog.chain(work.session, parent, at)
-            schema = work.catalog.schema(work.session, chain, work.version)
-            _check_slice(schema, slice)
-        tx = work.tx(execution, reason=reason or f"fork {name} from {source}")
-        number = tx.record(
+        return forked(work, execution, name, source, slice, as_of, reason)
+
+
+def forked(
+    work: Work,
+    execution: Execution,
+    name: str,
+    source: str,
+    slice: Mapping[str, str | None] | None,
+    as_of: Any,
+    reason: str | None,
+) -> int:
+    """`fork` within a transaction that is open already."""
+    check_name(name, "a branch", frozenset())  # it never stands in SQL
+    parent = work.catalog.branch(work.session, source, open_only=True)
+    policy = work.catalog.policy(work.session, execution.principal, work.version)
+    policy.require("fork", f"branch:{source}")
+    at = work.clock.tx if as_of is None else work.catalog.moment(work.session, as_of, work.clock.tx)
+    if len(work.catalog.chain(work.session, parent)) >= DEPTH:
+        raise Invalid(f"branch {source!r} is {DEPTH} forks deep", hint="merge or fork from an ancestor")
+    if slice is not None:
+        chain = work.catalog.chain(work.session, parent, at)
+        schema = work.catalog.schema(work.session, chain, work.version)
+        _check_slice(schema, slice)
+    tx = work.tx(execution, reason=reason or f"fork {name} from {source}")
+    number = tx.record(
+        SYSTEM.by_name["branch"],
+        tx._encoded(
             SYSTEM.by_name["branch"],
-            tx._encoded(
-                SYSTEM.by_name["branch"],
-                {
-                    "name": name,
-                    "parent": parent.id,
-                    "fork_tx": at,
-                    "base_own": at,
-                    "base_parent": at,
-                    "slice": slice,
-                    "status": "open",
-                },
-            ),
-        )
-        tx.finish()
-        return number
+            {
+                "name": name,
+                "parent": parent.id,
+                "fork_tx": at,
+                "base_own": at,
+                "base_parent": at,
+                "slice": slice,
+                "status": "open",
+            },
+        ),
+    )
+    tx.finish()
+    return number
 
 
 def _check_slice(schema: Schema, slice: Mapping[str, str | None]) -> None:

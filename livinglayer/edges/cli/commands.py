@@ -20,6 +20,7 @@ import livinglayer
 from livinglayer.edges.cli import locate
 from livinglayer.edges.cli.table import DIM, GREEN, RED, Printer, counted
 from livinglayer.errors import Invalid, NotFound, Unauthenticated
+from livinglayer.substrate.branches import Merge
 
 if TYPE_CHECKING:
     from livinglayer import Layer
@@ -270,6 +271,10 @@ def branches(layer: Layer, args: Namespace, out: Printer) -> None:
         metavar="ENTITY[=PREDICATE]",
         help="only this entity, and only its rows that match; may be repeated, entities not named are not there",
     ),
+    arg(
+        "--box", metavar="BOX", help="fork this box with it: one that begins where this one is, and acts on the branch"
+    ),
+    arg("--box-name", metavar="NAME", help="of the forked box (default: after the box)"),
     flags="as branch as_of reason",
 )
 def fork(layer: Layer, args: Namespace, out: Printer) -> None:
@@ -278,6 +283,14 @@ def fork(layer: Layer, args: Namespace, out: Printer) -> None:
     if args.slice:
         cuts = {entity: predicate or None for entity, _, predicate in (word.partition("=") for word in args.slice)}
     source = args.source or args.branch or "main"
+    if args.box:
+        if args.as_of:
+            raise Invalid("a box can't be forked as it was", hint="leave --as-of out")
+        given = {"name": args.name, "box": args.box, "source": source, "slice": cuts, "box_name": args.box_name}
+        made = layer.call("reality.fork", given, principal=acting(args), reason=args.reason)
+        out.say(f"Forked {args.name} from {source}, and box {made['box']} ({made['id']}) from {args.box}")
+        out.data(made)
+        return
     layer.fork(
         args.name,
         source=source,
@@ -324,17 +337,26 @@ def flat(change: dict[str, Any]) -> dict[str, Any]:
     BRANCH,
     PARENT,
     arg("--preview", action="store_true", help="say what would happen and change nothing"),
+    arg("--artifacts", action="store_true", help="keep the files that boxes forked with it have written, as artifacts"),
     flags="as reason",
 )
 def merge(layer: Layer, args: Namespace, out: Printer) -> int:
     """Bring a branch's changes into its parent, all or none; conflicts are listed and exit 5."""
-    result = layer.merge(args.name, args.target, preview=args.preview, reason=args.reason, principal=acting(args))
+    brought: list[dict[str, Any]] = []
+    if args.artifacts and not args.preview:
+        given = {"name": args.name, "target": args.target}
+        told = layer.call("reality.merge", given, principal=acting(args), reason=args.reason)
+        brought = told.pop("artifacts")
+        result = Merge(**told)
+    else:
+        result = layer.merge(args.name, args.target, preview=args.preview, reason=args.reason, principal=acting(args))
     out.data(
         {
             "applied": result.applied,
             "tx": result.tx,
             "changes": [flat(change) for change in result.changes],
             "conflicts": list(result.conflicts),
+            **({"artifacts": brought} if args.artifacts else {}),
         }
     )
     if result.conflicts:
