@@ -478,9 +478,10 @@ class Feed:
         if not by_function:
             return
         at, result = layer.engine.schema_prefix, layer.engine.portable("o.result", "json")
+        # What was refused for being a cycle never began: its end must not go round once more.
         rows = session.all(
             f"select o.tx, o.execution, o.status, {result}, c.function from {at}ledger_outcome o join {at}ledger_call c on c.execution = o.execution"
-            f" where o.tx > ? and o.tx <= ? and c.branch = ? and c.function in ({marks(len(by_function))}) order by o.tx",
+            f" where o.tx > ? and o.tx <= ? and (c.tx < o.tx or o.status = 'dead') and c.branch = ? and c.function in ({marks(len(by_function))}) order by o.tx",
             (first, last, branch.id, *by_function),
         )
         for tx, execution, status, said, function in rows:
