@@ -50,6 +50,7 @@ class Denied(LayerError):
     """The principal is known and may not do this."""
 
     code, status, exit_code = "denied", 403, 3
+    recorded = False  # whether the ledger knows of it
 
 
 class NotFound(LayerError):

@@ -12,7 +12,7 @@ import select
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 import httptools
 
@@ -168,11 +168,10 @@ class Channel:
     def answer(self, method: str, url: bytes, kind: bytes, body: bytes) -> Any:
         """One request, as the execution whose token it names decides."""
         try:
-            parts = urlsplit(url.decode("ascii"))
+            path, _, query = url.decode("ascii").partition("?")
         except ValueError:
             raise Invalid("this is not a path") from None
-        _, _, path = parts.path.partition("/")
-        token, _, path = path.partition("/")
+        token, _, path = path.removeprefix("/").partition("/")
         asked = next(
             (each for key, each in self.executions.items() if secrets.compare_digest(key.encode(), token.encode())),
             None,
@@ -180,9 +179,9 @@ class Channel:
         if asked is None:
             raise Denied("this execution is over, or never was", hint="LAYER_URL holds for one execution")
         name, _, rest = path.partition("/")
-        given: dict[str, Any] = {
-            key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()
-        }
+        given: dict[str, Any] = {}
+        if query:
+            given = {key: values[-1] for key, values in parse_qs(query, keep_blank_values=True).items()}
         if method in ("POST", "PUT") and name != "artifact" and body:
             if kind.startswith(b"text/plain") or (name == "query" and body.lstrip()[:1] not in (b"{", b"[")):
                 given["sql"] = _text(body)

@@ -102,5 +102,8 @@ def jsonable(value: Any) -> Any:
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
+_ENCODER = json.JSONEncoder(default=jsonable, ensure_ascii=False, separators=(",", ":"))
+
+
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, default=jsonable, ensure_ascii=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()

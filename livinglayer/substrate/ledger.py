@@ -266,8 +266,11 @@ class Tx:
         self.remove(found, number, expect)
         return self.number
 
-    def upsert(self, entity: str, values: Mapping[str, Any], on: Sequence[str]) -> int:
-        """Update the row that has these values in the fields `on`, or add one; returns its id."""
+    def upsert(self, entity: str, values: Mapping[str, Any], on: Sequence[str], number: int | None = None) -> int:
+        """Update the row that has these values in the fields `on`, or add one; returns its id.
+
+        `number` is an id that was reserved for a row that is added.
+        """
         found = self._writable(entity)
         fields = [found.get(name) for name in ([on] if isinstance(on, str) else on)]
         if not fields or any(values.get(f.name) is None for f in fields):
@@ -276,11 +279,11 @@ class Tx:
                 hint="they tell which row is meant",
             )
         stored = self._encoded(found, values, partial=True)
-        number = self._having(found, fields, [stored[f.name] for f in fields], None)
-        if number is None:
-            return self.add(found, self._encoded(found, values), given=values.keys())
-        self.change(found, number, {k: v for k, v in stored.items() if k not in {f.name for f in fields}}, None)
-        return number
+        there = self._having(found, fields, [stored[f.name] for f in fields], None)
+        if there is None:
+            return self.add(found, self._encoded(found, values), number, given=values.keys())
+        self.change(found, there, {k: v for k, v in stored.items() if k not in {f.name for f in fields}}, None)
+        return there
 
     # Rows
 
@@ -1050,7 +1053,10 @@ class Ledger:
     # Refusals
 
     def denied(self, execution: Any, error: Denied, action: str = "write", resource: str = "") -> None:
-        """Keep a refusal: the next tx of this ledger records it."""
+        """Keep a refusal: the next tx of this ledger records it, once however often it is told on its way up."""
+        if error.recorded:
+            return
+        error.recorded = True
         genuine = isinstance(execution, Execution) and (execution in self.executions or execution.id is not None)
         details = error.details
         denial: _Denial = (
