@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound
 from ..substrate.ledger import Execution, Tx, now
 from ..substrate.narrow import canonical
+from ..substrate.reads import clock
 from . import secrets as vault
 from .channel import not_found
 from .draft import Draft
@@ -98,8 +99,19 @@ class Run:
         if shown is not None:
             detail["text"] = shown
         else:
-            self.layer.engine.put_blob(detail["digest"], data)
+            detail["content"] = self.store(data)
         self.steps.append(("output", detail, now()))
+
+    def store(self, data: bytes) -> str:
+        """Keep content that a step names; its digest."""
+        found = digest(data)
+        self.layer.engine.put_blob(found, data)
+        return found
+
+    def _told(self, data: bytes) -> dict[str, Any]:
+        """An answer that nobody could give again later: a step holds it itself while it is short."""
+        kept = {"answer": data.decode()} if len(data) <= INLINE else {"content": self.store(data)}
+        return {"digest": digest(data), **kept}
 
     # What the box asks
 
@@ -124,7 +136,7 @@ class Run:
             if isinstance(error, Denied):
                 self.layer._ledger.denied(self.execution, error, action=name)
             if self.before + len(self.steps) < STEPS:
-                self.steps.append(("refusal", {"do": name, "code": error.code, "message": error.message[:2000]}, now()))
+                self.steps.append(("refusal", _refusal(name, given, body, error), now()))
             raise
         if len(self.steps) > before:
             self.steps[before][1]["ms"] = round((time.perf_counter() - start) * 1000, 2)
@@ -142,7 +154,8 @@ class Run:
             if self.draft.first_read is None:
                 self.draft.first_read = tx
         data = dumps(rows)
-        self.step("query", sql=sql, params=params, tx=tx, rows=len(rows), digest=digest(data))
+        kept = {"digest": digest(data)} if tx is not None else self._told(data)
+        self.step("query", sql=sql, params=params, tx=tx, rows=len(rows), **kept)
         return _Raw(b'{"rows":' + data + b',"tx":' + str(tx or "null").encode() + b"}")
 
     @property
@@ -190,14 +203,10 @@ class Run:
         entity, values, on = given.text("entity"), given.get("values"), given.get("on")
         if not isinstance(values, dict) or not isinstance(on, list):
             raise Invalid("upsert takes an object of fields, and in `on` the names of those that tell rows apart")
-        found: list[int] = []
-
-        def act(tx: Tx) -> None:
-            found.append(tx.upsert(entity, values, on))
-
-        self._change([act])
-        self._mutated("upsert", entity, found[-1] if found else None, values)
-        return {"id": found[-1] if found and not self.atomic else None}
+        [number], found = self.layer._ledger.reserve(1), list[int]()
+        self._change([partial(_upsert, entity, values, on, number, found)])
+        self._mutated("upsert", entity, found[0] if found else None, values)
+        return {"id": found[0] if found else None}
 
     def _change(self, changes: Sequence[Callable[[Tx], Any]]) -> None:
         ledger = self.layer._ledger
@@ -228,7 +237,9 @@ class Run:
             contract=(self.execution.call or {}).get("contract"),
         )
         data = dumps(outcome)
-        self.step("call", function=name, digest=digest(data))
+        with self.layer.engine.reading() as session:
+            tx = clock(self.layer.engine, session)[0]
+        self.step("call", function=name, asked=digest(dumps(arguments)), tx=tx, **self._told(data))
         return _Raw(b'{"result":' + data + b"}")
 
     def _on_secret(self, given: _Given) -> Any:
@@ -251,9 +262,8 @@ class Run:
         name = given.rest or given.text("name")
         if name.startswith("/") or ".." in name.split("/") or "\0" in name or len(name) > 1000:
             raise Invalid(f"{name!r} is not a name for an artifact", hint="a relative path")
-        found = digest(given.body)
-        self.layer.engine.put_blob(found, given.body)
-        self.step("artifact", name=name, digest=found, bytes=len(given.body))
+        found = self.store(given.body)
+        self.step("artifact", name=name, digest=found, content=found, bytes=len(given.body))
         return {"digest": found, "bytes": len(given.body)}
 
     def _on_projection(self, given: _Given) -> Any:
@@ -266,7 +276,7 @@ class Run:
         if self.draft.first_read is None:
             self.draft.first_read = tx
         data = dumps(rows)
-        self.step("query", projection=name, params=arguments, tx=tx, rows=len(rows), digest=digest(data))
+        self.step("query", projection=name, params=arguments, tx=tx, rows=len(rows), **self._told(data))
         return _Raw(b'{"rows":' + data + b',"tx":' + str(tx).encode() + b"}")
 
     def _on_slice(self, given: _Given) -> Any:
@@ -297,6 +307,25 @@ class Run:
 
 def _insert(entity: str, row: Mapping[str, Any], number: int, tx: Tx) -> int:
     return tx.insert(entity, row, number=number)
+
+
+def _upsert(entity: str, row: Mapping[str, Any], on: Sequence[str], number: int, told: list[int], tx: Tx) -> None:
+    """Once an id was told, another one is a conflict."""
+    found = tx.upsert(entity, row, on, number=number)
+    if told and told[0] != found:
+        raise Conflict(f"{entity}/{found} was added meanwhile", hint="read it again and decide anew")
+    told[:] = [found]
+
+
+def _refusal(name: str, given: Mapping[str, Any], body: bytes, error: LayerError) -> dict[str, Any]:
+    said = {"do": name, "code": error.code, "message": error.message[:2000], "asked": asked_for(given, body)}
+    more = {"hint": error.hint, "rows": error.details.get("rows")}
+    return said | {key: value for key, value in more.items() if value}
+
+
+def asked_for(given: Mapping[str, Any], body: bytes) -> str:
+    """What was asked, to be compared."""
+    return digest(dumps(given) + b"\n" + body if given else body)
 
 
 class _Raw(bytes):
