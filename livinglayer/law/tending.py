@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from .signature import dumps
 
 LOOK = 0.5  # seconds between two looks for boxes
 TICK = 1.0  # between two looks at one
+SWEEP = 10.0  # between two looks for boxes that nobody knows
 YOUNG = 30.0  # an execution without a box that is younger is being made
 LARGE = 16 << 10  # bytes of a step's detail
 KEEPER = "keeper/"  # leases of those who look after boxes, by host
@@ -186,10 +188,12 @@ class Kept:
             state = self.box.info()["state"]
             self._measure(passed)
             self._connect(state)
-        except (NotFound, Conflict):
+        except NotFound:
             return self.conclude()
-        except Unavailable:
-            return  # the host starts again
+        except (Conflict, Unavailable) as error:  # it sleeps, or its host starts again
+            log.info("box %s: %s", self.id, error)
+            self._hang_up()
+            return
         if not self.layer.engine.lease(f"{usage.LIVE}{self.number}", self.tending.id, contracts.LEASE, self._value()):
             self.stop.set()  # another looks after it now
             return
@@ -334,6 +338,7 @@ class Tending:
         self.kept: dict[int, Kept] = {}
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._swept = time.monotonic()
 
     def look(self) -> None:
         """Look now, and go on looking beside whatever else this process does."""
@@ -363,11 +368,23 @@ class Tending:
             for number in [number for number, kept in self.kept.items() if not kept.thread.is_alive()]:
                 del self.kept[number]
             waiting = [each for each in open_boxes(self.layer) if each[0] not in self.kept]
-            if not waiting:
-                return
-            here = {found["labels"].get("box"): found for found in _boxes(self.layer)}
-            for number, key, started in waiting:
-                self._take(number, here.get(key), started)
+            if waiting:
+                here = {found["labels"].get("box"): found for found in _boxes(self.layer)}
+                for number, key, started in waiting:
+                    self._take(number, here.get(key), started)
+            if time.monotonic() - self._swept > SWEEP:
+                self._swept = time.monotonic()
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Kill boxes that were made for this layer and never got an execution: whoever made them ended in between."""
+        if not _host_runs():
+            return
+        late = time.time() - YOUNG
+        boxes = {key: box for box in _boxes(self.layer) if (key := box["labels"].get("box")) and box["created"] < late}
+        for key in boxes.keys() - known_keys(self.layer) if boxes else ():
+            log.warning("box %s of no execution is removed", boxes[key]["id"])
+            Sandbox.connect(boxes[key]["id"]).kill()
 
     def _take(self, number: int, found: Mapping[str, Any] | None, started: datetime) -> None:
         name = f"{usage.LIVE}{number}"
@@ -478,6 +495,26 @@ def open_boxes(layer: Any) -> Iterator[tuple[int, str, datetime]]:
         found = json.loads(text or "{}")
         if found.get("host") == here and isinstance(found.get("key"), str):
             yield number, found["key"], datetime.fromisoformat(began)
+
+
+def known_keys(layer: Any) -> set[str]:
+    """The labels of all boxes that have or had an execution."""
+    at, given = layer.engine.schema_prefix, layer.engine.portable("c.arguments", "json")
+    with layer.engine.reading() as session:
+        rows = session.all(
+            f"select {given} from {at}ledger_lineage l join {at}ledger_call c on c.execution = l.execution"
+        )
+    return {json.loads(row[0] or "{}").get("key") for row in rows}
+
+
+def _host_runs() -> bool:
+    """Whether a host of boxes answers here; none is started for this."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(state_directory() / "run" / "host.sock"))
+        except OSError:
+            return False
+    return True
 
 
 def of(layer: Any) -> Tending:

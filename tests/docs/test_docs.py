@@ -15,7 +15,7 @@ from sandbox.escape.world import load
 from sandbox.hosts import Host, wait_until
 
 from livinglayer import Layer, errors
-from livinglayer.edges.cli import boxes, images, secrets, workers
+from livinglayer.edges.cli import boxes, contracts, functions, images, projections, secrets, usage, why, workers
 from livinglayer.edges.cli.commands import COMMANDS
 from livinglayer.sandbox.blueprint import TIERS, Blueprint, parse_size
 from livinglayer.settings import Settings
@@ -307,7 +307,8 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 
 
 def test_every_command_that_is_named_exists() -> None:
-    groups = boxes.GROUPS | images.GROUPS | secrets.GROUPS | workers.GROUPS
+    parts = (boxes, images, secrets, functions, workers, why, contracts, projections, usage)
+    groups = {name: text for part in parts for name, text in part.GROUPS.items()}
     known = {*COMMANDS, *groups}
     named = {
         words
