@@ -371,6 +371,9 @@ class Host:
     def live(self, box: Box) -> None:
         assert box.guest is not None
         box.state = "running"
+        if box.network and box.blueprint.tier in ("namespace", "container"):  # others have no process of theirs in it
+            with contextlib.suppress(OSError, IndexError):
+                box.network.watch(box.guest.pid)
         if len(self.boxes) > CROWD:
             box.spec.cgroup.rest()
         if box.name:

@@ -49,7 +49,6 @@ class Looks:
             if os.listdir(self._upper):
                 raise OSError
             self._shm = self._open("dev/shm", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, box.root_fd)
-            self._sockets = self._open(f"/proc/{guest.pid}/net/sockstat")
             group = box.spec.cgroup
             old = group.version == "v1"
             self._pids = self._open(_file(group, "pids", "pids.current"))
@@ -60,7 +59,7 @@ class Looks:
             self._cpu = self._open(_file(group, "cpuacct", "cpuacct.usage") if old else _file(group, "cpu", "cpu.stat"))
             self._peak = self._open(_file(group, "memory", "memory.max_usage_in_bytes"), os.O_WRONLY) if old else -1
             self._met = self._of_limits()
-            self._files, self._shared, self._network = _of(self._upper), _of(self._shm), self._of_network()
+            self._files, self._shared = _of(self._upper), _of(self._shm)
         except OSError:
             self.close()
             raise
@@ -68,11 +67,6 @@ class Looks:
     def _open(self, path: str, flags: int = os.O_RDONLY, at: int | None = None) -> int:
         self._fds.append(os.open(path, flags | os.O_CLOEXEC, dir_fd=at))
         return self._fds[-1]
-
-    def _of_network(self) -> tuple[bytes, bytes, bytes]:
-        """Sockets of any kind in its network, those of TCP, and those of connections that are over and linger."""
-        words = os.pread(self._sockets, 4096, 0).split()
-        return words[2], words[5], words[9]  # sockets: used N / TCP: inuse N orphan … tw N
 
     def _of_limits(self) -> list[bytes]:
         """How often it met a limit."""
@@ -89,6 +83,10 @@ class Looks:
         """Whether none but the agent runs in it."""
         return os.pread(self._pids, 32, 0) == b"1\n"
 
+    def untouched(self) -> bool:
+        """Whether none of its files were changed."""
+        return self._files == _of(self._upper)
+
     def same(self) -> bool:
         """Whether it is as it was."""
         return (
@@ -96,7 +94,6 @@ class Looks:
             and self._met == self._of_limits()
             and self._files == _of(self._upper)
             and self._shared == _of(self._shm)
-            and self._network == self._of_network()
         )
 
     def close(self) -> None:
@@ -149,6 +146,7 @@ class Keeping:
                 and box.network is not None
                 and not box.network.used
                 and _drained(box.network.channel)
+                and box.network.calm()
                 and box.looks.same()
             )
         except (OSError, IndexError, ValueError):

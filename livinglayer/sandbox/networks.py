@@ -30,6 +30,22 @@ class Network:
     channel: int
     used: bool = False  # the gateway has served it: not to be given to another box
     lent: bool = False  # nor one whose channel somebody outside has had
+    _counts: int = -1
+    _before: tuple[bytes, ...] = ()
+
+    def watch(self, pid: int) -> None:
+        """See what is in it now, by a process that is: before anything runs there."""
+        if self._counts < 0:
+            self._counts = os.open(f"/proc/{pid}/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._before = self._sockets()
+
+    def calm(self) -> bool:
+        """Whether nothing is in it that was not when it was new: no socket, no connection that is over and lingers."""
+        return self._counts >= 0 and self._before == self._sockets()
+
+    def _sockets(self) -> tuple[bytes, ...]:
+        words = os.pread(self._counts, 4096, 0).split()
+        return words[2], words[5], words[9]  # sockets: used N / TCP: inuse N orphan … tw N
 
     @property
     def fds(self) -> list[int]:
@@ -39,6 +55,9 @@ class Network:
         """Drop our fds; the namespace goes with its last process."""
         for fd in self.fds:
             os.close(fd)
+        if self._counts >= 0:
+            os.close(self._counts)
+            self._counts = -1
 
 
 class Gateway:
@@ -182,11 +201,12 @@ class Gateway:
 
     def put_back(self, network: Network) -> None:
         """A network of a box that has ended. One that was never touched serves the next box: nobody has accepted anything in it, nothing
-        waits in its listeners, and all who could have asked are dead. Any other is dropped."""
+        waits in its listeners or lingers, and all who could have asked are dead. Any other is dropped."""
         waits = select.poll()
         for fd in (network.tcp, network.dns, network.channel):
             waits.register(fd, select.POLLIN)
-        if network.used or network.lent or self._closing or len(self._spare) >= REUSED or waits.poll(0):
+        kept = not (network.used or network.lent or self._closing) and len(self._spare) < REUSED
+        if not kept or waits.poll(0) or not network.calm():
             network.close()
         else:
             self._spare.append(network)

@@ -40,6 +40,7 @@ class Ended:
     events: list[dict[str, Any]] = field(default_factory=list)
     changes: list[dict[str, Any]] | None = None
     reason: str | None = None
+    base: str | None = None  # the same for the same files below the box
 
 
 class Once:

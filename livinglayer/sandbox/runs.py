@@ -19,11 +19,18 @@ from .changes import of_upper
 from .commands import Command, Stream, encode_exec, exec_flags
 from .host import Host
 from .keeping import keepable
+from .layers import chain_of
 from .wire import DONE, EXIT, PAYLOAD_MAX, STARTED, STDERR, STDOUT, Kind
 
 BODY_MAX = 256 << 20  # bytes of code, files and input together
 EVENTS = ("network", "secret", "limit")
 EVENTS_MAX = 10_000
+PROGRAMS = (
+    "/var/lib/dpkg/status",
+    "/var/lib/rpm",
+    "/lib/apk/db/installed",
+    "/usr/bin/python3",
+)  # they change with the host's programs
 CHANGES_MAX = 10_000
 DIGESTED = 256 << 20  # bytes of changed files that are read for their digests
 SCANNED = 1 << 20  # bytes of input that are looked at for names of modules
@@ -337,6 +344,7 @@ class Run(Stream):
             "events": self._events,
             "changes": changes,
             "reason": self._reason(box, command, code, stats) if code else None,
+            "base": _base(box.spec.root.layers),
         }
         for kind, pieces in self._output.items():
             data = b"".join(pieces)
@@ -403,8 +411,20 @@ def _size(value: Any) -> int:
     return value
 
 
+def _base(layers: tuple[str, ...]) -> str:
+    """What the files below a box are, in short: of images their content, of the host when its programs were last changed."""
+    names, states = chain_of(layers), []
+    for path in PROGRAMS if "host" in names or not names else ():
+        with contextlib.suppress(OSError):
+            here = os.stat(path)
+            states.append(f"{path} {here.st_size} {here.st_mtime_ns}")
+    return hashlib.sha256("\n".join((*names, *states)).encode()).hexdigest()[:16]
+
+
 def _touched(box: Box) -> bool:
     """Whether files of the box may have been changed."""
+    if box.looks is not None:
+        return not box.looks.untouched()
     if box.blueprint.tier in VIRTUAL or box.blueprint.tier == "process":
         return True
     try:

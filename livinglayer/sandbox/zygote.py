@@ -23,7 +23,7 @@ PYTHON = "/usr/bin/python3"  # the interpreter that boxes on the host's files se
 INLINE, MESSAGE = 100_000, 900_000  # bytes of code beyond which it goes by a file in memory; most of one message
 REQUEST, ENDED = struct.Struct("<8I"), struct.Struct("<IiddQ")  # of native/zygote.c
 ALONE, ASIDE, EMPTY = 1, 2, 4
-PATIENCE = 0.005  # seconds before the output of a program is read as it comes: most have ended by then
+PATIENCE = 0.02  # seconds before the output of a program is read as it comes: most have ended by then
 PRELOADED = ("layer.py", "layer_run.py")
 # Names that tell that code wants what only the larger of the two has loaded; that one costs each of its children more.
 HEAVY = re.compile(
@@ -38,6 +38,7 @@ class Zygotes:
 
     def __init__(self, state: Path) -> None:
         self._usual, self._more = Zygote(state, False), Zygote(state, True)
+        self._there = os.path.exists(PYTHON)
 
     def serves(self, box: Box) -> bool:
         """Whether Python code of this box's user can run in it by a fork of ours."""
@@ -45,7 +46,7 @@ class Zygotes:
             box.driver.capabilities.zygote
             and "host" in box.spec.root.layers
             and box.blueprint.user in USERS
-            and os.path.exists(PYTHON)
+            and self._there
         )
 
     def run(
@@ -121,20 +122,19 @@ class Zygote:
 
     def _readable(self) -> None:
         assert self._socket is not None
-        while True:
-            try:
-                data = self._socket.recv(65536)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                return self._died()
-            serial, status, user, system, resident = ENDED.unpack(data)
-            if command := self._running.pop(serial, None):
-                command.exited(
-                    os.waitstatus_to_exitcode(status), {"user": user, "system": system, "max_resident": resident}
-                )
+        try:
+            data = self._socket.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            return self._died()
+        serial, status, user, system, resident = ENDED.unpack(data)
+        if command := self._running.pop(serial, None):
+            command.exited(
+                os.waitstatus_to_exitcode(status), {"user": user, "system": system, "max_resident": resident}
+            )
 
     def _died(self) -> None:
         assert self._socket is not None

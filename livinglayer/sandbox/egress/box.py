@@ -117,6 +117,7 @@ class Passage:
         self.used = Used()
         self.abort: Callable[[], None] = lambda: None
         self._told = False
+        self._began = time.time()
 
     def allow(self, abort: Callable[[], None]) -> Rule:
         """Ask the rules; from here on a change of the rules can call `abort`."""
@@ -156,6 +157,7 @@ class Passage:
         if self.used.kept and self.reason is None:
             self.reason = f"placeholder left as it is: {', '.join(sorted(self.used.kept))}"
         await self.box.tell({
+            "began": self._began,
             "protocol": self.protocol,
             "host": self.ask.host,
             "port": self.ask.port,

@@ -37,6 +37,7 @@ _TEXT = re.compile(
     rb"(?:text/|application/(?:[\w.+-]*json|x-www-form-urlencoded|[\w.+-]*xml|graphql)|multipart/form-data)"
 )
 _AT_ONCE = 8  # HTTP/1.1 connections to a server for the requests of one HTTP/2 connection
+HELD = 64 << 20  # bytes of a request that waits until it is known whether it was recorded
 _NO_PROXY = "the gateway is no proxy, and none is needed: connect to the host itself"
 _STATUS = {Denied: 403, LimitExceeded: 429, Invalid: 400, NotFound: 403, Unavailable: 502, TimedOut: 504}
 
@@ -301,10 +302,8 @@ class Exchange:
         if replay is not None:
             if upgrade:
                 raise Denied("WebSockets are not recorded, so they can't be replayed")
-            async for data in request.body:
-                self.digest.update(data)
-            await self._replay((request.method, url, self.digest.hexdigest()))
-            return
+            if await self._replayed(url, recording):
+                return
         headers, query, length, body = await self._with_secrets(rule, query, upgrade)
         self.passage.sent(len(path) + len(query) + _size(headers) + 32)
         authority = host.encode() + (
@@ -439,16 +438,32 @@ class Exchange:
         known = self.box.secrets
         return [(name, known.hide(value)) for name, value in headers] if known else headers
 
-    async def _replay(self, key: Key) -> None:
-        replay = self.box.replay
+    async def _replayed(self, url: str, recording: str | None) -> bool:
+        """Answer from the recording. What is not in it is refused; where this is recorded, too, it goes out: False."""
+        request, replay, recorder, held = self.request, self.box.replay, self.box.recorder, bytearray()
         assert replay is not None
+        async for data in request.body:
+            self.digest.update(data)
+            if recorder is not None:
+                if len(held) + len(data) > HELD:
+                    raise LimitExceeded(f"a request that may have been recorded is larger than {HELD} bytes")
+                held += data
+        key: Key = (request.method, url, self.digest.hexdigest())
+        if recorder is not None and not replay.has(key):
+            self.digest, request.body = hashlib.sha256(), _once(bytes(held)) if held else _nothing()
+            return False
         seen = replay.find(key)
         self.passage.status, self.passage.reason = seen.status, "replayed"
         await self.reply.head(seen.status, seen.headers)
         for data in replay.body(seen):
             self.passage.down += len(data)
             await self.reply.data(data)
+            if recording and recorder:
+                recorder.data(recording, data)
         await self.reply.end(seen.trailers)
+        if recording and recorder:
+            recorder.end(recording, key, seen.status, seen.headers, seen.trailers)
+        return True
 
     async def _websocket(self, response: Response, rule: Rule) -> None:
         assert response.streams is not None

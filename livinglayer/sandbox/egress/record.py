@@ -113,6 +113,10 @@ class Replay:
         for _, _, key, seen in sorted(ended, key=lambda one: one[:2]):
             self._found[key].append(seen)
 
+    def has(self, key: Key) -> bool:
+        """Whether there is a response to this request that was not given yet."""
+        return self._asked[key] < len(self._found.get(key, ()))
+
     def find(self, key: Key) -> Recorded:
         """The next response to this request; NotFound if it was not recorded, or not so many times."""
         seen, count = self._found.get(key, []), self._asked[key]

@@ -64,6 +64,28 @@ def test_a_replay_keeps_to_the_rules_and_dials_nothing(make_box: MakeBox, server
     assert servers.accepted == reached
 
 
+def test_what_is_replayed_and_recorded_goes_out_where_the_recording_ends(
+    make_box: MakeBox, servers: Servers, tmp_path: Path
+) -> None:
+    old, new, rules = str(tmp_path / "old"), str(tmp_path / "new"), [local("index.test", servers.http)]
+    first = make_box(rules, record=old).curl("-d", "one", "http://index.test/echo")
+    reached = len(servers.seen)
+    box = make_box(rules, replay=old, record=new)
+    assert box.curl("-d", "one", "http://index.test/echo") == first and len(servers.seen) == reached
+    second = box.curl("-d", "one", "http://index.test/echo")
+    third = box.curl("-d", "two", "http://index.test/echo")
+    assert (second[0], third[0], len(servers.seen)) == (200, 200, reached + 2) and "two" in third[1]
+    assert [event["reason"] for event in box.events(3, verdict="allow", protocol="http")] == ["replayed", None, None]
+    box.drop()
+    again = make_box(rules, replay=new)
+    assert [again.curl("-d", text, "http://index.test/echo") for text in ("one", "one", "two")] == [
+        first,
+        second,
+        third,
+    ]
+    assert len(servers.seen) == reached + 2
+
+
 def test_the_same_request_is_answered_in_order(tmp_path: Path) -> None:
     file, key = tmp_path / "recording", ("GET", "http://a.test/", EMPTY)
     for _ in range(2):  # the second run appends
