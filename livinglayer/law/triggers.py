@@ -219,17 +219,22 @@ def queue(layer: Any, firings: Sequence[Firing]) -> list[int]:
 
 
 def _queue(layer: Any, firings: Sequence[Firing]) -> list[int]:
-    ledger, at = layer._ledger, layer.engine.schema_prefix
-    taken = f"select 1 from {at}ledger_key where principal = ? and key = ?"
+    ledger, made = layer._ledger, list[int]()
     with layer.engine.reading() as session:
-        new = [each for each in firings if session.one(taken, (each.trigger.principal, each.key)) is None]
-    prepared = [(each, _prepared(layer, each)) for each in new]
-    made: list[int] = []
+        taken = _taken(layer, session, firings)
+    functions_of: dict[tuple[int, int], tuple[Function, list[int]]] = {}
+    prepared = [
+        (each, _prepared(layer, each, functions_of))
+        for each in firings
+        if (each.trigger.principal, each.key) not in taken
+    ]
     try:
         with ledger.work() if prepared else _nothing() as work:
+            taken = _taken(layer, work.session, [each for each, _ in prepared]) if prepared else set()
             for each, execution in prepared:
-                if work.session.one(taken, (each.trigger.principal, each.key)) is not None:
+                if (each.trigger.principal, each.key) in taken:
                     continue
+                taken.add((each.trigger.principal, each.key))
                 tx = Tx(work, execution, reason=execution.reason, bare=True)
                 digest = sha256(each.key.encode()).hexdigest()
                 tx.fact("ledger_key", each.trigger.principal, each.key, digest, "null")
@@ -242,6 +247,17 @@ def _queue(layer: Any, firings: Sequence[Firing]) -> list[int]:
         for _, execution in prepared:
             ledger.let_go(execution)
     return made
+
+
+def _taken(layer: Any, session: Session, firings: Sequence[Firing]) -> set[tuple[int, str]]:
+    """The keys among those of firings that are there already, with whose they are."""
+    keys = [each.key for each in firings]
+    rows = session.all(
+        f"select principal, key from {layer.engine.schema_prefix}ledger_key where key in ({marks(len(keys))})"
+        f" and principal in ({marks(len(keys))})",
+        [*keys, *(each.trigger.principal for each in firings)],
+    )
+    return {(principal, key) for principal, key in rows}
 
 
 class _nothing:
@@ -259,7 +275,7 @@ def told_of(error: LayerError) -> dict[str, Any]:
     return {"code": error.code, "message": error.message, "hint": error.hint}
 
 
-def _prepared(layer: Any, firing: Firing) -> Execution:
+def _prepared(layer: Any, firing: Firing, known: dict[tuple[int, int], tuple[Function, list[int]]]) -> Execution:
     """The execution of a firing, not recorded yet. One that can't be is refused, and that is recorded in its place."""
     trigger = firing.trigger
     asking = Asking(
@@ -268,10 +284,14 @@ def _prepared(layer: Any, firing: Firing) -> Execution:
     )  # fmt: skip
     given: Mapping[str, Any] = firing.told
     try:
-        function = functions.load(layer, trigger.function, trigger.branch)
+        found = known.get((trigger.id, trigger.version))
+        if found is None:
+            loaded = functions.load(layer, trigger.function, trigger.branch)
+            found = known[trigger.id, trigger.version] = (loaded, functions.decide(layer, asking, loaded))
+        function, permissions = found
         given = arguments(trigger, function.signature, firing.told)
         bound = function.signature.bind(function.name, given)
-        return functions.intent(layer, function, bound, asking, functions.decide(layer, asking, function))
+        return functions.intent(layer, function, bound, asking, permissions)
     except LayerError as error:
         firing.refused = firing.refused or error
     made: Execution = layer._ledger.open(
@@ -627,12 +647,12 @@ def _cycle(names: list[str]) -> LayerError:
 def _define(
     call: Call, *, name: str, function: str, on_entity: str | None = None, on_actions: Items | None = None, predicate: str | None = None,
     on_fields: Items | None = None, schedule: str | None = None, after_function: str | None = None, after_status: str | None = None,
-    arguments: Object | None = None, on_branch: str = "main", enabled: bool = True, retries: Object | None = None, description: str | None = None,
+    given: Object | None = None, on_branch: str = "main", enabled: bool = True, retries: Object | None = None, description: str | None = None,
 ) -> Any:  # fmt: skip
-    """Make or change a trigger, which from then on acts as whoever wrote it; gives its id."""
+    """Make or change a trigger, which from then on acts as whoever wrote it; gives its id. `given` are arguments for the function."""
     row = {
         "name": name, "function": function, "on_entity": on_entity, "on_actions": on_actions, "predicate": predicate, "on_fields": on_fields,
-        "schedule": schedule, "after_function": after_function, "after_status": after_status, "arguments": arguments, "branch": on_branch,
+        "schedule": schedule, "after_function": after_function, "after_status": after_status, "arguments": given, "branch": on_branch,
         "enabled": enabled, "retries": retries, "description": description,
     }  # fmt: skip
     found = check(call.layer, row)

@@ -90,7 +90,7 @@ def told(layer: Layer, trigger: str) -> list[tuple[str, int]]:
         ({"on_entity": "ticket", "predicate": "points >"}, "can't be read"),
         ({"on_entity": "ticket", "on_fields": ["colour"]}, "colour"),
         ({"on_entity": "ticket", "after_status": "done"}, "goes with after_function"),
-        ({"on_entity": "ticket", "arguments": {"colour": 1}}, "no argument 'colour'"),
+        ({"on_entity": "ticket", "given": {"colour": 1}}, "its function has no argument 'colour'"),
         ({"on_entity": "ticket", "retries": {"attempts": 0}}, "attempts"),
         ({"on_entity": "ticket", "retries": {"often": 3}}, "retries are"),
         ({"on_entity": "ticket", "on_branch": "idea"}, "idea"),

@@ -174,7 +174,7 @@ def test_one_that_was_given_up_while_it_ran_changes_nothing_any_more(desk: Layer
 
 def test_it_stops_when_told_and_what_does_not_end_is_queued_again(desk: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "GRACE", 0.2)
-    desk.call("trigger.define", name="slow", function="work.slow", on_entity="effect", arguments={"seconds": 2.0})
+    desk.call("trigger.define", name="slow", function="work.slow", on_entity="effect", given={"seconds": 2.0})
     desk.insert("effect", {"ticket": 1, "part": "begin"})
     said: list[str] = []
     made = Worker(desk, 2, say=lambda event, **details: said.append(event))

@@ -80,7 +80,7 @@ def define(layer: Layer, args: Namespace, out: Printer) -> None:
     row = {
         "name": args.name, "function": args.function, "on_entity": args.on, "on_actions": args.action, "predicate": args.where,
         "on_fields": args.fields.split(",") if args.fields else None, "schedule": args.schedule, "after_function": args.after,
-        "after_status": args.status, "arguments": pairs(args.argument, "the argument") or None, "on_branch": args.on_branch,
+        "after_status": args.status, "given": pairs(args.argument, "the argument") or None, "on_branch": args.on_branch,
         "retries": tries or None, "description": args.description,
     }  # fmt: skip
     number = _call(layer, "trigger.define", row, args)
