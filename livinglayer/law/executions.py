@@ -53,6 +53,7 @@ class Run:
         projections: Sequence[str] | None = (),
         atomic: bool = True,
         narrowed: bool = True,
+        about: Mapping[str, Any] = {},
     ) -> None:
         self.layer, self.execution, self.branch, self.atomic = layer, execution, branch, atomic
         self.reads = {} if reads is None and narrowed else reads
@@ -65,7 +66,7 @@ class Run:
         self.returned: dict[str, Any] | None = None
         self.conflicted = False
         self.open = True
-        self.about: dict[str, Any] = {}  # what /me tells beside the rest
+        self.about: dict[str, Any] = dict(about)  # what /me tells beside the rest
         self.on_slice: Callable[[], str] | None = None
         self.tape: Any = None
         self.read: dict[str, str] = {}  # secrets it has read, which are not kept where it prints them

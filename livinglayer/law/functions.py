@@ -29,6 +29,7 @@ LANGUAGES = ("python", "javascript", "sql", "executable")
 TIMEOUT = 60.0
 TRIES = 5  # of a call whose rows others changed meanwhile
 LARGE = 256 << 10  # bytes of a result that is stored by content
+TAPE = 4096  # bytes of a tape that its step holds itself
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,9 @@ class Asking:
     attempt: int = 1
     due: str | None = None
     runner: str | None = None
-    failing: Callable[[Outcome], tuple[str, Callable[[Tx], Any] | None]] | None = None  # the status to fail with, and what goes with it
+    failing: Callable[[Outcome], tuple[str, Callable[[Tx], Any] | None]] | None = (
+        None  # the status to fail with, and what goes with it
+    )
 
 
 @dataclass
@@ -264,27 +267,46 @@ def perform(
     execution: Execution,
     asking: Asking,
     request: str | None = None,
-    adjust: Callable[[Run, Program], Any] | None = None,
+    run: Run | None = None,
+    adjust: Callable[[Program], Any] | None = None,
 ) -> Outcome:
     """Act and commit the outcome of an execution that is intended. Never raises for what the function did."""
-    run = Run(
-        layer,
-        execution,
-        branch=asking.branch,
-        reads=function.reads,
-        calls=function.calls,
-        projections=function.projections,
-    )
-    run.about = {"function": function.name, "version": function.version}
+    run = run or Run(layer, execution, **capability(function, asking.branch))
     started = time.monotonic()
+    value, error, spent = act(layer, run, function, bound, adjust)
+    outcome = settle(layer, run, function, asking, value, error, spent, time.monotonic() - started, request)
+    outcome.run = run
+    return outcome
+
+
+def capability(function: Function, branch: str) -> dict[str, Any]:
+    """What a run of a function may do, beside its scope."""
+    return {
+        "branch": branch,
+        "reads": function.reads,
+        "calls": function.calls,
+        "projections": function.projections,
+        "about": {"function": function.name, "version": function.version},
+    }
+
+
+def act(
+    layer: Any,
+    run: Run,
+    function: Function,
+    bound: Mapping[str, Any],
+    adjust: Callable[[Program], Any] | None = None,
+    as_of: int | None = None,
+) -> tuple[Any, LayerError | None, Any]:
+    """Run the code to its end: what it gave, or why it failed, and what the host tells of it."""
     value, error, spent = None, None, None
     try:
         if function.language == "sql":
             value = _select(run, function, bound)
         else:
-            program = prepare(layer, run, function, bound)
+            program = prepare(layer, run, function, bound, as_of)
             if adjust is not None:
-                adjust(run, program)
+                adjust(program)
             spent = drive(run, program)
             value = _value(run, program, spent)
         value = function.signature.check(function.name, value)
@@ -297,9 +319,7 @@ def perform(
     except Exception as failure:
         error = LayerError(f"the layer failed: {type(failure).__name__}: {failure}")
     run.open = False
-    outcome = settle(layer, run, function, asking, value, error, spent, time.monotonic() - started, request)
-    outcome.run = run
-    return outcome
+    return value, error, spent
 
 
 def _select(run: Run, function: Function, bound: Mapping[str, Any]) -> Any:
@@ -307,8 +327,8 @@ def _select(run: Run, function: Function, bound: Mapping[str, Any]) -> Any:
     return answer["rows"]
 
 
-def prepare(layer: Any, run: Run, function: Function, bound: Mapping[str, Any]) -> Program:
-    """What is run in which box."""
+def prepare(layer: Any, run: Run, function: Function, bound: Mapping[str, Any], as_of: int | None = None) -> Program:
+    """What is run in which box, with the secrets of now or of a moment."""
     blueprint = function.shape
     given: dict[str, Any] = {
         "name": function.name,
@@ -317,7 +337,9 @@ def prepare(layer: Any, run: Run, function: Function, bound: Mapping[str, Any]) 
     }
     values: Mapping[str, str] = {}
     if function.blueprint is not None and (function.blueprint["secrets"] or function.blueprint["egress"]):
-        values, egress, run.readable = vault.for_box(layer, function.blueprint, run.deciding, branch=run.branch)
+        values, egress, run.readable = vault.for_box(
+            layer, function.blueprint, run.deciding, branch=run.branch, as_of=as_of
+        )
         blueprint = blueprint.changed(egress=tuple(egress))
         for name in values:
             run.step("secret", name=name, use="injected")
@@ -398,7 +420,9 @@ def settle(
     execution, ledger = run.execution, layer._ledger
     run.step("return", digest=digest(dumps(value))) if error is None else None
     if run.tape:
-        run.steps.append(("tape", {"values": run.tape}, now()))
+        data = dumps(run.tape)
+        kept = {"values": run.tape} if len(data) <= TAPE else {"content": run.store(data)}
+        run.steps.append(("tape", {"digest": digest(data), **kept}, now()))
     facts = [*run.facts(), usage.fact(run, function, asking, ended, wall)]
     if error is None:
 
