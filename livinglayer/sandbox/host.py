@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from ..errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
 from ..settings import state_directory
 from . import inside
+from .admission import Admission
 from .adoption import adopt
 from .blueprint import NAME, VIRTUAL, Blueprint, Tier
 from .box import Box
@@ -82,6 +83,7 @@ class Host:
         self._free = (0.0, 0)  # when the disk was last looked at, and what was free
         self.waiting = Waiting(self)
         self.keeping = Keeping(self)
+        self.admission = Admission(self)
         self._drivers: dict[str, Driver] = {}
         self._works: set[str] = set()  # tiers that were tried and work
         self.stopping = asyncio.Event()
@@ -186,9 +188,12 @@ class Host:
         replay: str | None = None,
         labels: Mapping[str, str] | None = None,
         token: str | None = None,
+        wait: float | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> Box:
-        """Make a box of this shape and start it."""
+        """Make a box of this shape and start it; on a host that is full, wait for room so many seconds."""
+        if wait is not None and (isinstance(wait, bool) or not isinstance(wait, int | float) or wait < 0):
+            raise Invalid(f"wait {wait!r} is not a number of seconds")
         secret_values = secret_values or {}
         blueprint = given if isinstance(given, Blueprint) else Blueprint.of(given)
         if secret_values:
@@ -201,15 +206,17 @@ class Host:
             raise Unavailable("the host is stopping")
         driver = await self.driver(blueprint.tier)
         layers = await self._layers(blueprint, snapshot, say)
-        if warm and name is None and not blueprint.mounts and (box := self.waiting.take(blueprint, layers)):
+        quick = warm and name is None and not blueprint.mounts and self.admission.affords(blueprint.memory)
+        if quick and (box := self.waiting.take(blueprint, layers)):
             box.owner = owner
         else:
             if name is not None:
                 self.names[name] = ""  # taken from now on
             try:
-                box = (snapshot and await self._restore(blueprint, snapshot, name, owner)) or await self.start(
-                    blueprint, driver, layers, name=name, owner=owner
-                )
+                async with self.admission.room(blueprint.memory, wait):
+                    box = (snapshot and await self._restore(blueprint, snapshot, name, owner)) or await self.start(
+                        blueprint, driver, layers, name=name, owner=owner
+                    )
             except BaseException:
                 if name is not None:
                     self.names.pop(name, None)
@@ -434,6 +441,7 @@ class Host:
             self.names.pop(box.name, None)
             box.forget(self.records)
         self.boxes.pop(box.id, None)
+        self.admission.wake()
         self.ended[box.id] = box.trace
         while len(self.ended) > KEPT:
             self.ended.pop(next(iter(self.ended)))
@@ -619,6 +627,7 @@ class Host:
                 with contextlib.suppress(LayerError):
                     await self._idle(box)
             self.keeping.tick()
+            self.admission.wake()
             if count % 5 == 0:
                 self.write_traces()
             if count % 300 == 0:

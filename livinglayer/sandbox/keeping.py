@@ -151,7 +151,7 @@ class Keeping:
             )
         except (OSError, IndexError, ValueError):
             clean = False
-        if not clean or self._host.stopping.is_set():
+        if not clean or self._host.stopping.is_set() or self._host.admission.crowded:
             return self._drop(box)
         box.uses += 1
         box.labels = {}
@@ -159,11 +159,19 @@ class Keeping:
         self._boxes.setdefault((tenant, shape), []).append((box, time.monotonic()))
         self._count += 1
         while self._count > MOST:
-            oldest = min(self._boxes, key=lambda key: self._boxes[key][0][1])
-            self._drop(self._boxes[oldest].pop(0)[0])
-            self._count -= 1
-            if not self._boxes[oldest]:
-                del self._boxes[oldest]
+            self._drop_oldest()
+
+    def evict(self) -> None:
+        """The one that has waited longest makes room."""
+        if self._boxes:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        oldest = min(self._boxes, key=lambda key: self._boxes[key][0][1])
+        self._drop(self._boxes[oldest].pop(0)[0])
+        self._count -= 1
+        if not self._boxes[oldest]:
+            del self._boxes[oldest]
 
     def tick(self) -> None:
         """Remove those that nobody wants any more."""

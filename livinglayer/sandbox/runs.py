@@ -184,6 +184,7 @@ class Run(Stream):
                 record=request.get("record"),
                 replay=request.get("replay"),
                 labels=request.get("labels"),
+                wait=request.get("timeout"),
                 say=self._connection.say,
             )
             at = request.get("python") or 0

@@ -498,6 +498,7 @@ class AsyncSandbox:
         warm: bool = True,
         labels: Mapping[str, str] | None = None,
         token: str | None = None,
+        wait: float | None = None,
         progress: Callable[[str], Any] | None = None,
         **shape: Any,
     ) -> "AsyncSandbox":
@@ -519,6 +520,7 @@ class AsyncSandbox:
             "warm": warm,
             "labels": dict(labels) if labels else None,
             "token": token,
+            "wait": wait,
             "record": record,
             "replay": replay,
         }

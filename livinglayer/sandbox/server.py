@@ -744,6 +744,7 @@ async def create(connection: Connection, request: dict[str, Any]) -> dict[str, A
         replay=request.get("replay"),
         labels=request.get("labels"),
         token=request.get("token"),
+        wait=request.get("wait"),
         say=connection.say,
     )
     if box.name is None and (

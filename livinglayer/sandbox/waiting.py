@@ -43,6 +43,12 @@ class Waiting:
             return box
         return None
 
+    def evict(self) -> None:
+        """Those who have asked come before those who may."""
+        for boxes in self._boxes.values():
+            while boxes:
+                self._host.spawn_task(self._host.kill(boxes.pop()))
+
     def prepare(self, blueprint: Blueprint, layers: tuple[str, ...]) -> None:
         """Have boxes of this shape wait for whoever asks next."""
         key = (blueprint.tier, *layers)
@@ -72,7 +78,13 @@ class Waiting:
                 cpu=blueprint.cpu,
                 disk=blueprint.disk,
             )
-            while key in self._boxes and len(self._boxes[key]) < WARM and not self._host.stopping.is_set():
+            while (
+                key in self._boxes
+                and len(self._boxes[key]) < WARM
+                and not self._host.stopping.is_set()
+                and not self._host.admission.crowded
+                and not self._host.admission.full(plain.memory)
+            ):
                 box = await self._host.start(plain, await self._host.driver(blueprint.tier), layers)
                 self._boxes.setdefault(key, []).append(box)
             self._host.cgroups.refill()
