@@ -17,7 +17,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 DEMO = (Path(__file__).parent.parent / "tools" / "demo.py").read_text()
 
 
-LAYER, BOX = re.findall(r"```python\n(.*?)```", README, re.S)
+LAYER, FUNCTION, BOX = re.findall(r"```python\n(.*?)```", README, re.S)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="boxes above tier process need root")
 
 
@@ -46,6 +46,15 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @needs_root
+def test_the_example_of_a_function_runs(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(compile(LAYER.replace("layer.close()", ""), "README.md", "exec"), names)
+    exec(compile(FUNCTION, "README.md", "exec"), names)
+    names["layer"].close()  # type: ignore[attr-defined]
+
+
+@needs_root
 def test_the_example_of_a_box_runs(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(BOX, "README.md", "exec"), {})
     assert capsys.readouterr().out == "0 42\n\n"
@@ -61,6 +70,7 @@ def test_the_demo_shows_a_box(
     assert demo["main"]("shop") == 0  # type: ignore[operator]
     shown = capsys.readouterr().out
     assert "A box:" in shown and "shares the host's kernel" in shown and "three forks" in shown
+    assert "A function: item.reorder ran" in shown and "item.reorder" in shown.partition("A function:")[2]
 
 
 def test_the_demo_is_made_once(
@@ -79,5 +89,5 @@ def test_the_commands_shown_exist(page: str) -> None:
     shown = re.findall(r"^(?:\$|   ) layer (.*?)(?:   |  #|\n| &&)", page, re.M)
     assert len(shown) > 5
     for line in shown:
-        words = re.findall(r"'[^']*'|\"[^\"]*\"|\S+", line)
+        words = re.findall(r"'[^']*'|\"[^\"]*\"|\S+", line.replace("{bolt}", "7"))
         assert parser().parse_args([word.strip("'\"") for word in words]).command in COMMANDS

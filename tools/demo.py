@@ -28,10 +28,16 @@ NEXT = """
     layer query 'select * from item' --as-of {tx}       as it was before
     layer verify                                     is everything as it was written?
 
+    layer function show item.reorder                 logic is a row too; it runs in a box
+    layer call item.reorder id={bolt}                   what it may read and write is declared
+    layer why item/{bolt}.qty                           who, by which code, allowed by what, and why
+    layer executions                                 everything that ran
+    layer worker --once                              run what triggers and schedules have due
+
     layer doctor                                     which tiers of box work here
     layer box create work                            a box that stays: then exec, shell, cp, fork, trace, kill
 
-  Coming in later releases: the law over boxes, the server with its pages and API.
+  Coming in later releases: agents and bundles, the server with its pages and API.
 """
 
 
@@ -68,6 +74,48 @@ def fill(layer: Layer) -> None:
     layer.update("item", bolt, {"price": Decimal("0.10")}, branch="cheaper", reason="what if bolts were cheaper?")
 
 
+REORDER = """
+import layer
+
+def reorder(id):
+    item = layer.one("select name, qty from item where id = :id", id=id)
+    layer.update("item", id, qty=item["qty"] + 100)
+    print("ordered 100 of", item["name"])
+    return item["qty"] + 100
+"""
+
+
+def add_function(layer: Layer) -> None:
+    """Logic as a row: it sees items, may set how many there are, and nothing else."""
+    layer.call(
+        "function.define",
+        name="item.reorder",
+        code=REORDER,
+        signature={"arguments": {"id": "int!"}, "result": "int"},
+        reads=["item"],
+        writes={"item": {"actions": ["update"], "fields": ["qty"]}},
+        description="Order a hundred more.",
+        reason="clerks forget to order",
+    )
+
+
+def show_function(layer: Layer, bolt: int) -> None:
+    """Call it: the code runs in a box, what it changes and why is recorded."""
+    try:
+        layer.call("item.reorder", id=bolt)  # the first one makes the box that the next finds waiting
+        start = time.perf_counter()
+        count = layer.call("item.reorder", id=bolt, reason="the bolts run out")
+        took = time.perf_counter() - start
+        print(
+            f"  A function: item.reorder ran in a box of its own, governed and recorded, in {took * 1e3:.0f} ms; now {count} bolts."
+        )
+        for line in layer.why(f"item/{bolt}.qty").lines()[:8]:
+            print(f"    {line}")
+        print()
+    except LayerError as error:
+        print(f"  No function here: {error}" + (f"\n    hint: {error.hint}" if error.hint else ""))
+
+
 CODE = "import os; print('user', os.getuid(), 'sees', os.listdir('/home'), 'and reaches nothing')"
 
 
@@ -102,19 +150,22 @@ def main(home: str) -> int:
         try:
             if not existed:
                 fill(layer)
+                add_function(layer)
+            bolt = layer.query("select id from item where name = 'bolt'")[0]["id"]
             tx = layer.query("select max(tx) as tx from tx where branch = 'main'")[0]["tx"]
+            print("There was already a demo." if existed else "Made a demo.")
+            if os.geteuid() == 0:
+                print()
+                show_function(layer, bolt)
+                show_box()
+            else:
+                print("  Boxes above tier process need root: sudo .venv/bin/layer doctor says which work here.")
         finally:
             layer.close()
     except LayerError as error:
         print(f"demo: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         return error.exit_code
-    print("There was already a demo." if existed else "Made a demo.")
-    if os.geteuid() == 0:
-        print()
-        show_box()
-    else:
-        print("  Boxes above tier process need root: sudo .venv/bin/layer doctor says which work here.")
-    print(NEXT.format(home=home, tx=tx), end="")
+    print(NEXT.format(home=home, tx=tx, bolt=bolt), end="")
     return 0
 
 
