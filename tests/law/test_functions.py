@@ -39,13 +39,7 @@ def test_a_function_reads_and_writes_and_its_execution_says_how(desk: Layer) -> 
     )
     assert made["arguments"] == {"id": id} and made["result"] == {"value": 5} and made["trace"].startswith("00-")
     kinds = [step["kind"] for step in steps(desk, made["id"])]
-    assert (
-        kinds[0] == "box"
-        and "query" in kinds
-        and "mutation" in kinds
-        and kinds[-2:] == ["return", "tape"]
-        or "return" in kinds
-    )
+    assert kinds[0] == "box" and {"query", "mutation", "return"} <= set(kinds)
     history = desk.query("select execution from ticket__history where id = :id order by tx desc limit 1", {"id": id})
     assert history[0]["execution"] == made["id"]
 
