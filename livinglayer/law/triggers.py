@@ -10,7 +10,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from typing import Any
@@ -69,10 +69,11 @@ class Trigger:
     retries: Mapping[str, Any] | None
     version: int  # the tx that wrote the row
     principal: int  # who wrote it: whom its executions act for
+    wrong: str | None  # why it can't fire, of a row that no verb has written
 
     @property
     def kind(self) -> str:
-        return next(name for name in TOLD if getattr(self, name) is not None)
+        return next((name for name in TOLD if getattr(self, name) is not None), "schedule")
 
 
 @dataclass
@@ -93,17 +94,15 @@ class Firing:
 
 
 def known(layer: Any, session: Session, as_of: int | None = None) -> list[Trigger]:
-    """The triggers of main: now, or as they were. Rows that say nothing that could happen are left out."""
+    """The triggers of main: now, or as they were."""
     epoch = clock(layer.engine, session)[1]
 
     def make() -> list[Trigger]:
         at, found = layer.engine.schema_prefix, []
         for row in layer._catalog.rows(session, SYSTEM.by_name["trigger"], layer._catalog.chain(session, MAIN, as_of)):
-            if sum(row[name] is not None for name in TOLD) != 1:
-                continue
             wrote = session.one(f"select principal from {at}ledger_tx where tx = ?", (row["_tx"],))
-            given = {name: value for name, value in row.items() if name not in ("_tx", "description")}
-            given |= {"branch": row["branch"] or "main", "enabled": row["enabled"] is not False}
+            given = {each.name: row[each.name] for each in fields(Trigger) if each.name in row}
+            given |= {"branch": row["branch"] or "main", "enabled": row["enabled"] is not False, "wrong": _wrong(row)}
             found.append(Trigger(**given, version=row["_tx"], principal=wrote[0] if wrote else 0))
         return found
 
@@ -111,6 +110,18 @@ def known(layer: Any, session: Session, as_of: int | None = None) -> list[Trigge
         return make()
     triggers: list[Trigger] = layer._catalog._cached(("triggers", epoch), make)
     return triggers
+
+
+def _wrong(row: Mapping[str, Any]) -> str | None:
+    """What keeps a row from being a trigger at all, whoever wrote it."""
+    if sum(row[name] is not None for name in TOLD) != 1:
+        return "it names not one cause: on_entity, schedule or after_function"
+    for name, kind in (("on_actions", list), ("on_fields", list), ("arguments", dict)):
+        if row[name] is not None and not isinstance(row[name], kind):
+            return f"{name} is no {kind.__name__}"
+    if not all(isinstance(each, str) for each in (row["on_actions"] or []) + (row["on_fields"] or [])):
+        return "on_actions and on_fields are texts"
+    return None
 
 
 def by_id(layer: Any, session: Session, number: int | None) -> Trigger | None:
@@ -355,6 +366,7 @@ class Feed:
     now: Callable[[], datetime]
     place: int | None = None  # the last tx that was looked at
     _times: dict[int, datetime] = field(default_factory=dict)  # of schedules: what was fired last
+    _waits: dict[tuple[int, int], datetime] = field(default_factory=dict)  # and from when on to look again
     _arrival: dict[int, datetime] = field(
         default_factory=dict
     )  # of triggers: when the next one may start (a leaky bucket)
@@ -376,7 +388,10 @@ class Feed:
                     triggers = known(self.layer, session, self.place + 1)
                     end = self._next_change(session, self.place + 1, last)
                 now_enabled = {each.id for each in known(self.layer, session) if each.enabled}
-                wanted = [each for each in triggers if each.enabled and each.id in now_enabled]
+                for each in triggers:
+                    if each.enabled and each.wrong:
+                        self._break(each, Invalid(f"trigger {each.name!r}: {each.wrong}"), each.version)
+                wanted = [each for each in triggers if each.enabled and not each.wrong and each.id in now_enabled]
                 if wanted:
                     end = min(end, self.place + STEP)
                 firings = [*self._fired(session, wanted, self.place, end)] if wanted else []
@@ -524,18 +539,22 @@ class Feed:
         firings, notes, moment = [], [], self.now()
         with self.layer.engine.reading() as session:
             for trigger in known(self.layer, session):
-                if trigger.schedule is None or not trigger.enabled:
+                if trigger.schedule is None or not trigger.enabled or trigger.wrong:
+                    continue
+                if moment < self._waits.get((trigger.id, trigger.version), moment):
                     continue
                 try:
-                    time = parse(trigger.schedule).previous(moment)
+                    schedule = parse(trigger.schedule)
                 except Invalid as error:
                     self._break(trigger, error, trigger.version)
                     continue
-                if time is None or time <= self._last_time(session, trigger):
-                    continue
-                key, told = f"cron/{trigger.id}/{datetime_text(time)}", {"time": datetime_text(time)}
-                firings.append(Firing(trigger, key, time, told))
-                notes.append((trigger.id, time))
+                time, following = schedule.previous(moment), schedule.following(moment)
+                if time is not None and time > self._last_time(session, trigger):
+                    key, told = f"cron/{trigger.id}/{datetime_text(time)}", {"time": datetime_text(time)}
+                    firings.append(Firing(trigger, key, time, told))
+                    notes.append((trigger.id, time))
+                if following is not None:
+                    self._waits[trigger.id, trigger.version] = following
         made = queue(self.layer, firings)
         for number, time in notes:
             self._times[number] = time

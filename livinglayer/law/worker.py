@@ -8,6 +8,7 @@ lease, renewed while it lives, says whether that still means something.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import logging
 import os
@@ -47,7 +48,7 @@ class Lost(LayerError):
 class Open:
     """An execution that was recorded and is not over."""
 
-    due: datetime | None  # of a queued one
+    queued: bool
     runner: str | None  # of one that was begun at once
     tx: int
 
@@ -73,6 +74,8 @@ class Worker:
         self.feed = Feed(layer, self.now)
         self.open: dict[int, Open] = {}
         self.running: set[int] = set()
+        self._queue: list[tuple[datetime, int]] = []  # of those that are queued: when, which; the first is due first
+        self._aside: list[tuple[datetime, int]] = []
         self.leads = False
         self._seen: int | None = None
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -112,16 +115,23 @@ class Worker:
         self._lead()
         made: list[int] = []
         if self.leads:
-            made = self.feed.look() + self.feed.times()
+            try:
+                made = self.feed.look() + self.feed.times()
+            except Exception as error:  # of one cause: what is queued must be run all the same
+                self.say("trouble", error=f"{type(error).__name__}: {error}")
+                log.exception("triggers")
             for number in made:
                 self.say("queued", execution=number)
         moved = self._follow()
-        if self.leads:
-            if moved or made:
-                oldest = min((each.tx for each in self.open.values()), default=(self._seen or 0) + 1)
-                self.feed.keep(oldest - 1)
-            if self._time_for("look", LOOK):
+        if self._time_for("look", LOOK):
+            for each in self._aside:
+                heapq.heappush(self._queue, each)
+            self._aside.clear()
+            if self.leads:
                 self._recover()
+        if self.leads and (moved or made):
+            first = next(iter(self.open.values()), None)  # they came in the order of their txs
+            self.feed.keep((self._seen or 0) if first is None else first.tx - 1)
         begun = self._begin()
         if self._time_for("tend", TEND):
             self._tend()
@@ -161,18 +171,17 @@ class Worker:
                 noted = Feed.kept(self.layer)
                 first = min(noted[1], last) if noted else 0
             due = self.engine.portable("c.due", "datetime")
+            over = f"exists (select 1 from {at}ledger_outcome o where o.execution = c.execution)"
             found = session.all(
-                f"select c.execution, {due}, c.runner, c.tx from {at}ledger_call c where c.tx > ? and c.tx <= ? and (c.due is not null or c.runner is not null)"
-                + (
-                    f" and not exists (select 1 from {at}ledger_outcome o where o.execution = c.execution)"
-                    if fresh
-                    else ""
-                ),
+                f"select c.execution, {due}, c.runner, c.tx from {at}ledger_call c where c.tx > ? and c.tx <= ?"
+                f" and (c.due is not null or c.runner is not null){f' and not {over}' if fresh else ''} order by c.tx",
                 (first, last),
             )
             ended = session.all(f"select execution from {at}ledger_outcome where tx > ? and tx <= ?", (first, last))
         for number, due, runner, tx in found:
-            self.open[number] = Open(None if due is None else datetime.fromisoformat(due), runner, tx)
+            self.open[number] = Open(due is not None, runner, tx)
+            if due is not None:
+                heapq.heappush(self._queue, (datetime.fromisoformat(due), number))
         for (number,) in ended:
             self.open.pop(number, None)
         self._seen = last
@@ -185,13 +194,17 @@ class Worker:
         room = self.concurrency - len(self.running)
         if room <= 0 or self._stop.is_set():
             return False
-        moment = self.now()
-        due = [(each.due, number) for number, each in self.open.items() if each.due is not None and each.due <= moment]
-        if not due:
+        moment, wanted, others = self.now(), list[tuple[datetime, int]](), list[tuple[datetime, int]]()
+        if not self._queue or self._queue[0][0] > moment:
             return False
         taken = {name for name, _, _, _ in self.engine.leases("execution/")}
-        names = [name for _, number in sorted(due) if (name := f"execution/{number}") not in taken][:room]
-        claimed = self.engine.claim(names, self.id, LONG) if names else []
+        while self._queue and self._queue[0][0] <= moment and len(wanted) < room:
+            each = heapq.heappop(self._queue)
+            if each[1] in self.open:
+                (others if f"execution/{each[1]}" in taken else wanted).append(each)
+        claimed = self.engine.claim([f"execution/{number}" for _, number in wanted], self.id, LONG) if wanted else []
+        # Those that somebody else runs are looked at again later: they may come back.
+        self._aside += others + [each for each in wanted if f"execution/{each[1]}" not in claimed]
         for name in claimed:
             number = int(name.partition("/")[2])
             self.running.add(number)
@@ -282,7 +295,7 @@ class Worker:
         claims = {int(name.partition("/")[2]): holder for name, holder, _, _ in self.engine.leases("execution/")}
         alive = {name.partition("/")[2] for name, _, _, _ in self.engine.leases("runner/")}
         self._follow()  # after the leases were read: a claim of what is unknown yet is left alone
-        held = {number: each.runner for number, each in self.open.items() if each.due is None and each.runner}
+        held = {number: each.runner for number, each in self.open.items() if not each.queued and each.runner}
         for number, runner in (held | claims).items():
             if runner is None or number in self.running:
                 continue

@@ -43,7 +43,7 @@ def gated(id):
 @pytest.fixture
 def desk(layer: Layer, boxes: Host) -> Layer:
     kills.prepare(layer)
-    signature = {"arguments": {"seconds": "float!", "note": "text"}}
+    signature = {"arguments": {"seconds": "float!", "note": {"type": "text", "default": "x"}}}
     layer.call("function.define", name="work.slow", code=SLOW, signature=signature, writes=["effect"])
     return layer
 
