@@ -300,7 +300,8 @@ class Making:
             if contract.blueprint is None
             else shape({**contract.blueprint, "tier": contract.tier, "egress": given})
         )
-        self.sliced = bool((contract.blueprint or {}).get("slice"))
+        # At tier process a file has no place that is the same in every box.
+        self.sliced = bool((contract.blueprint or {}).get("slice")) and contract.tier != "process"
         env = {"LAYER_SLICE": SLICE} if self.sliced else {}
         self.shape = shaped.changed(
             tier=contract.tier,
@@ -396,10 +397,9 @@ def put_slice(layer: Any, box: Any, reads: Mapping[str, Any], principal: int, br
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "slice.db")
         tx = slices.write(path, layer._reads, reads, principal, branch, {"layer": layer.id, "at": now()})
-        user = None if box.tier == "process" else "root"
         with open(path, "rb") as file:
-            box.files.write(f"{SLICE}.new", file, mode=0o444, user=user)
-        box.files.move(f"{SLICE}.new", SLICE, user=user)
+            box.files.write(f"{SLICE}.new", file, mode=0o444, user="root")
+        box.files.move(f"{SLICE}.new", SLICE, user="root")
     return tx
 
 

@@ -19,6 +19,7 @@ from ..errors import Conflict, Denied, LayerError, LimitExceeded, NotFound, Unav
 from ..sandbox.sandbox import Sandbox
 from ..settings import state_directory
 from ..substrate.ledger import Execution, now
+from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import datetime_text
 from . import contracts, runners, usage
@@ -336,9 +337,10 @@ class Tending:
         self.layer, pid = layer, os.getpid()
         self.id = f"{runners.machine()}.{pid}.{runners.born(pid)}.{secrets.token_hex(4)}"
         self.kept: dict[int, Kept] = {}
+        self.leads = False  # whether it is the one whom others count on to take new boxes
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._swept = time.monotonic()
+        self._swept, self._told, self._seen = time.monotonic(), -1e9, 0
 
     def look(self) -> None:
         """Look now, and go on looking beside whatever else this process does."""
@@ -364,10 +366,21 @@ class Tending:
         with self._lock:
             if self._stop.is_set():
                 return
-            self.layer.engine.lease(f"{KEEPER}{contracts.home()}", self.id, contracts.LEASE)
+            if time.monotonic() - self._told > contracts.LEASE / 3:
+                name = f"{KEEPER}{contracts.home()}"
+                for known, holder, _, _ in self.layer.engine.leases(name):
+                    if known == name and runners.dead(holder):
+                        self.layer.engine.release(name, holder)
+                self.leads = self.layer.engine.lease(name, self.id, contracts.LEASE)
+                self._told = time.monotonic()
             for number in [number for number, kept in self.kept.items() if not kept.thread.is_alive()]:
                 del self.kept[number]
-            waiting = [each for each in open_boxes(self.layer) if each[0] not in self.kept]
+            with self.layer.engine.reading() as session:
+                tx = clock(self.layer.engine, session)[0]
+            waiting = []
+            if tx != self._seen:  # else nothing can have begun since there was nothing to do
+                waiting = [each for each in open_boxes(self.layer) if each[0] not in self.kept]
+                self._seen = 0 if waiting or self.kept else tx
             if waiting:
                 here = {found["labels"].get("box"): found for found in _boxes(self.layer)}
                 for number, key, started in waiting:

@@ -92,7 +92,7 @@ def keep(layer: Layer, args: Namespace, out: Printer) -> None:
     found.look()
     quiet = time.monotonic()
     while not stop.wait(0.5):
-        busy: Any = found.kept or any(tending.open_boxes(layer))
+        busy: Any = found.kept or (found.leads and any(tending.open_boxes(layer)))
         quiet = time.monotonic() if busy else quiet
         if time.monotonic() - quiet > args.idle:
             return
