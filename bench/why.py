@@ -120,6 +120,7 @@ def fill(place: str, executions: int) -> None:
 def chains(place: str, count: int) -> tuple[Any, list[int]]:
     """Edits of a person, and what a worker made of them."""
     layer = livinglayer.open(place)
+    layer.call("ticket.triage", id=layer.query("select min(id) as id from ticket")[0]["id"])  # the host is up
     layer.call("trigger.define", name="on_new", function="ticket.triage", on_entity="ticket", on_actions=["insert"])
     anna = layer.query("select id from principal where name = 'anna'")[0]["id"]
     rows = [

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from ..errors import Invalid, NotFound
-from ..substrate.catalog import no_branch
+from ..substrate.catalog import Branch, no_branch
 from ..substrate.engine import LEDGER, Session
 from ..substrate.past import Past, Version
 from ..substrate.permissions import Policy, load_policy
 from ..substrate.predicates import Env, same
 from ..substrate.reads import clock
-from ..substrate.schema import MAIN, SYSTEM, Entity, Field, Schema
+from ..substrate.schema import MAIN, OWNER, SYSTEM, Entity, Field, Schema
 from ..substrate.values import decode
 from ..substrate.views import Chain, Level
 from .tree import Node, note
@@ -32,13 +33,16 @@ WALKED = 2000, 200_000  # versions looked at: for all fields of a row, for one f
 ROWS = 5  # changed rows told of a tx that is a cause
 EFFECTS = 50  # executions, txs or rows told at each turn, forward
 SUBJECT = re.compile(r"([a-z][a-z0-9_]*)/([0-9]{1,18})(?:\.([a-z][a-z0-9_]*))?")
-FIRED = re.compile(r"trigger/[0-9]+/[0-9]+/[a-z0-9_]+/([0-9]{1,18})")  # the key of an execution that a change fired
+FIRED = re.compile(r"trigger/[0-9]+/[0-9]+/([a-z0-9_]+)/([0-9]{1,18})")  # the key of an execution that a change fired
 TELLING = ("contract", "prompt", "model", "message", "approval")  # steps that are causes themselves
 SEALED = {"principal": ("token",), "secret": ("sealed",)}  # not for trees
 OPS = {"i": "insert", "u": "update", "d": "delete"}
 PEOPLE = {"human": "person", "pending": "person"}
 _PERMISSION, _TRIGGER, _FUNCTION, _CONTRACT = (SYSTEM.by_name[n] for n in ("permission", "trigger", "function", "contract"))  # fmt: skip
 _CONFLICT, _BRANCH = SYSTEM.by_name["conflict"], SYSTEM.by_name["branch"]
+_OF_TX = "(select t.execution from {}ledger_tx t where t.tx = ?)"
+_CALL = [(name, kind) for name, kind in LEDGER["ledger_call"][0] if name not in ("execution", "tx")]
+_MAIN = Branch(MAIN, "main", None, 0, 0, 0, None, "open")
 _KINDS = {f.name: f.type for f in SYSTEM.by_name["execution"].fields}
 
 
@@ -95,6 +99,20 @@ class _Change:
     note: str | None = None  # why nothing older is told
 
 
+class _Asked:
+    """A session without rows, which keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.reads: dict[tuple[str, tuple[Any, ...]], None] = {}
+
+    def one(self, sql: str, params: Sequence[Any] = ()) -> None:
+        self.reads[sql, tuple(params)] = None
+
+    def all(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        self.reads[sql, tuple(params)] = None
+        return []
+
+
 class Ask:
     """One question, in one snapshot, by one principal."""
 
@@ -104,7 +122,7 @@ class Ask:
         last, self.epoch = clock(self.engine, session)
         self.moment = None if as_of is None else self.catalog.moment(session, as_of, last)
         self.policy: Policy = self.catalog.policy(session, principal, self.epoch)
-        self.branch = self.catalog.branch(session, branch)
+        self.branch = _MAIN if branch == "main" else self.catalog.branch(session, branch)
         if not self._sees(branch):
             raise no_branch(branch)
         self.chain: Chain = self.catalog.chain(session, self.branch, self.moment)
@@ -114,6 +132,26 @@ class Ask:
         self._people: dict[int, tuple[str, str]] = {}
         self._policies: dict[tuple[int, int], Policy] = {}
         self._room = NODES
+        self._raw: dict[int, tuple[Any, ...] | None] = {}
+        if self.engine.reads_ahead:
+            for entity in (_PERMISSION, _TRIGGER, _FUNCTION, _CONTRACT):
+                self.past.table(entity)  # known before `ahead` pretends to read
+
+    def ahead(self, *acts: Callable[[], Any]) -> None:
+        """Ask in one round trip for what these will read first. They are tried on a session that has nothing, to learn what it is."""
+        if not self.engine.reads_ahead:
+            return
+        real, asked = self.session, _Asked()
+        found, raw = self.past._found, self._raw
+        self.session = self.past.session = asked  # type: ignore[assignment]
+        try:
+            for act in acts:
+                self.past._found, self._raw = dict(found), dict(raw)
+                act()
+        finally:
+            self.session = self.past.session = real
+            self.past._found, self._raw = found, raw
+        real.expect(list(asked.reads))
 
     # What may be read
 
@@ -179,30 +217,52 @@ class Ask:
             "merged_from": merged_name, "hash": None, "_branch": branch, "_principal": principal, "_merged": merged,
         }  # fmt: skip
 
-    def recorded(self, number: int) -> dict[str, Any] | None:
-        """An execution as its view has it, and the ids behind the names."""
-        calls = [(name, kind) for name, kind in LEDGER["ledger_call"][0] if name not in ("execution", "tx")]
-        shown = [self.engine.portable(f"c.{name}", kind) for name, kind in calls]
+    def _stored(self, number: int, of: str = "?") -> tuple[Any, ...] | None:
+        """The facts of an execution, by its number or by a tx of it."""
+        if of == "?" and number in self._raw:
+            return self._raw[number]
+        shown = [self.engine.portable(f"c.{name}", kind) for name, kind in _CALL]
         person = SYSTEM.by_name["principal"]
         row = self.session.one(
-            f"select x.principal, p.{person.by_name['name'].store}, p.{person.by_name['kind'].store}, x.parent, x.box, x.kind,"
+            f"select x.id, x.principal, p.{person.by_name['name'].store}, p.{person.by_name['kind'].store}, x.parent, x.box, x.kind,"
             f" {self.engine.portable('x.scope', 'json')}, x.reason, x.trace, {self.engine.portable('x.started', 'datetime')},"
             f" o.status, {self.engine.portable('o.finished', 'datetime')}, {self.engine.portable('o.result', 'json')}, b.tier, b.blueprint,"
             f" {self._named('branch', 'c.branch')}, (select max(s.n) from {self.at}ledger_step s where s.execution = x.id), {', '.join(shown)}"
             f" from {self.at}ledger_execution x left join {self.at}ledger_outcome o on o.execution = x.id"
             f" left join {self.at}ledger_call c on c.execution = x.id left join {self.at}ledger_box b on b.id = x.box"
-            f" left join {self.at}{person.store} p on p.id = x.principal where x.id = ?",
+            f" left join {self.at}{person.store} p on p.id = x.principal where x.id = {of}",
             (number,),
         )
+        if row is not None:
+            self._raw[row[0]] = row
+        return row
+
+    def _of_tx(self, number: int) -> None:
+        """Read a tx and its execution together."""
+        self.transaction(number)
+        self._stored(number, _OF_TX.format(self.at))
+
+    def _transacted(self, number: int) -> dict[str, Any] | None:
+        """A tx; its execution is known then too."""
+        row = self.transaction(number)
+        if row is not None and row["execution"] not in self._raw:
+            self._stored(number, _OF_TX.format(self.at))
+        return row
+
+    def recorded(self, number: int, tx: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """An execution as its view has it, and the ids behind the names; `tx` is one of its own that is asked about."""
+        row = self._stored(number)
         if row is None:
             return None
+        row = row[1:]
         principal, name, kind, parent, box, how, scope, reason, trace, started, status, finished, result, tier, blueprint, branch, steps = row[:17]  # fmt: skip
-        call = dict(zip([name for name, _ in calls], row[17:], strict=True))
+        call = dict(zip([name for name, _ in _CALL], row[17:], strict=True))
         self._people[principal] = (name, kind)
         due = call["due"] is not None
         chain = (Level(MAIN, call["state"]),)
         if call["branch"] not in (None, MAIN):
             chain = self.catalog.chain(self.session, call["branch"], call["state"])
+        self._expect(number, call, principal, parent, steps, tx)
         rows = {}
         for label, entity in (("function", _FUNCTION), ("contract", _CONTRACT), ("trigger", _TRIGGER)):
             if call[label] is not None:
@@ -214,6 +274,37 @@ class Ask:
             "_principal": principal, "_kind": kind, "_tier": tier, "_blueprint": blueprint, "_steps": steps, "_call": call, "_rows": rows,
         }  # fmt: skip
 
+    def _expect(
+        self, number: int, call: Mapping[str, Any], principal: int, parent: int | None, steps: int | None, tx: Mapping[str, Any] | None
+    ) -> None:  # fmt: skip
+        """Ask for what will be told of an execution, all together."""
+        then: Chain = (Level(MAIN, call["state"]),)
+        acts: list[Callable[[], Any]] = []
+        for label, entity in (("function", _FUNCTION), ("contract", _CONTRACT), ("trigger", _TRIGGER)):
+            if call[label] is not None and call["branch"] in (None, MAIN):
+                acts.append(partial(self._row_then, entity, call[label], then))
+        for permission in json.loads(call["permissions"] or "[]"):
+            acts.append(partial(self._row_then, _PERMISSION, permission, then))
+        if steps:
+            acts.append(partial(self._telling, number))
+        if call["cause_tx"] is not None:
+            acts.append(partial(self._of_tx, call["cause_tx"]))
+            fired = FIRED.fullmatch(call["key"] or "")
+            changed = None if fired is None else self.schema.by_name.get(fired[1])
+            if fired is not None and changed is not None and changed.kind != "ledger" and call["branch"] == MAIN:
+                self.past.table(changed)
+                row, cause = int(fired[2]), call["cause_tx"]
+                acts.append(partial(self._listed, MAIN, cause, ROWS, changed, row))
+                acts.append(partial(self.past.version, changed, row, (Level(MAIN, cause),)))
+        if OWNER not in self._people:
+            acts.append(partial(self._named_person, OWNER))
+        if parent is not None:
+            acts.append(partial(self._stored, parent))
+        if tx is not None and tx["tx"] > 1:
+            acts.append(partial(self._schema_changed, tx))
+            acts.append(lambda: load_policy(self.catalog, self.session, principal, tx["tx"] - 1, _when(tx)))
+        self.ahead(*acts)
+
     def _row_then(self, entity: Entity, number: int, chain: Chain) -> dict[str, Any] | None:
         """A row of the system's as a chain saw it, in stored form, with its version in `_tx`."""
         found = self.past.version(entity, number, chain)
@@ -223,15 +314,18 @@ class Ask:
             return None
         return {**self.past.table(entity).named(entity, found.values, number), "_tx": found.tx}
 
+    def _named_person(self, number: int) -> Any:
+        entity = SYSTEM.by_name["principal"]
+        return self.session.one(
+            f"select {entity.by_name['name'].store}, {entity.by_name['kind'].store} from {self.at}{entity.store} where id = ?",
+            (number,),
+        )
+
     def _person(self, number: int | None) -> str | None:
         if number is None:
             return None
         if number not in self._people:
-            entity = SYSTEM.by_name["principal"]
-            row = self.session.one(
-                f"select {entity.by_name['name'].store}, {entity.by_name['kind'].store} from {self.at}{entity.store} where id = ?",
-                (number,),
-            )
+            row = self._named_person(number)
             self._people[number] = ("", "") if row is None else (row[0], row[1])
         return self._people[number][0] or None
 
@@ -316,7 +410,8 @@ class Ask:
 
     def _fact(self, change: _Change, values: Mapping[str, Any], depth: int, branch: str | None = None) -> Node:
         """A fact and the tx that made it; `values` are those this principal may read."""
-        row = self.transaction(change.version.tx)
+        self.ahead(partial(self._of_tx, change.version.tx))
+        row = self._transacted(change.version.tx)
         where = branch or (row or {}).get("branch")
         data = {
             "entity": change.entity.name, "id": change.number, "branch": where, "op": OPS.get(change.op or "", None),
@@ -337,7 +432,9 @@ class Ask:
         only: tuple[Entity | None, Any] = (None, None),
     ) -> Node:  # fmt: skip
         """A tx and what led to it: its execution, what a merge carried, the file that was imported."""
-        row = row or self.transaction(number)
+        if row is None:
+            self.ahead(partial(self._of_tx, number))
+            row = self._transacted(number)
         seen = None if row is None else self._visible_tx(number, row)
         if row is None or seen is None:
             known = {"tx": number} if row is None else {"tx": number, "at": decode("datetime", row["at"])}
@@ -352,7 +449,7 @@ class Ask:
             return Node("tx", {**data, "above": True})
         self._told.add(key)
         links: list[Node] = []
-        if seen.get("execution") is not None and (ran := self.recorded(row["execution"])) is not None:
+        if seen.get("execution") is not None and (ran := self.recorded(row["execution"], row)) is not None:
             links += self._covered(ran, row, about)
             links.append(self.execution(row["execution"], depth, ran) or note("its execution may not be read"))
         if row["_merged"] is not None:
@@ -380,15 +477,7 @@ class Ask:
         self, row: Mapping[str, Any], most: int, entity: Entity | None = None, number: Any = None
     ) -> tuple[list[_Change], bool]:
         """Rows a tx wrote (of one entity; one row), with what they were before, and whether there are more."""
-        where, params = "", [row["_branch"], row["tx"]]
-        if entity is not None:
-            where, params = " and entity = ?", [*params, entity.id]
-            if type(number) is int:
-                where, params = where + " and id = ?", [*params, number]
-        rows = self.session.all(
-            f"select entity, id, op from {self.at}ledger_change where branch = ? and tx = ?{where} order by entity, id limit {most + 1}",
-            params,
-        )
+        rows = self._listed(row["_branch"], row["tx"], most, entity, number)
         chain = self.catalog.chain(self.session, row["_branch"], row["tx"])
         found = []
         for kind, row_id, op in rows[:most]:
@@ -396,6 +485,19 @@ class Ask:
             if known is not None:
                 found.append(self._change(known, row_id, op, chain))
         return found, len(rows) > most
+
+    def _listed(
+        self, branch: int, tx: int, most: int, entity: Entity | None, number: int | None
+    ) -> list[tuple[Any, ...]]:
+        where, params = "", [branch, tx]
+        if entity is not None:
+            where, params = " and entity = ?", [*params, entity.id]
+            if number is not None:
+                where, params = where + " and id = ?", [*params, number]
+        return self.session.all(
+            f"select entity, id, op from {self.at}ledger_change where branch = ? and tx = ?{where} order by entity, id limit {most + 1}",
+            params,
+        )
 
     def _change(self, entity: Entity, number: int, op: str, chain: Chain) -> _Change:
         versions = self.past.versions(entity, number, chain)
@@ -504,14 +606,8 @@ class Ask:
         """The steps that are causes themselves; the box it ran in goes to its data."""
         if not row["_steps"]:
             return
-        entity, kinds = SYSTEM.by_name["step"], ("box", *TELLING)
-        detail, at = self.engine.portable("s.detail", "json"), self.engine.portable("s.at", "datetime")
-        rows = self.session.all(
-            f"select s.n, s.kind, {detail}, {at} from {self.at}ledger_step s where s.execution = ? and s.n <= 1000"
-            f" and s.kind in ({', '.join(repr(k) for k in kinds)}) order by s.n limit 8",
-            (number,),
-        )
-        for n, kind, stored, when in rows:
+        entity = SYSTEM.by_name["step"]
+        for n, kind, stored, when in self._telling(number):
             seen = self.shown(entity, {"execution": number, "n": n, "kind": kind, "detail": stored, "at": when})
             if seen is None or "detail" not in seen:
                 continue
@@ -520,6 +616,15 @@ class Ask:
                 data["ran_in"] = {name: told.get(name) for name in ("id", "tier", "reused", "snapshot")}
             else:
                 yield Node("step", {"n": n, "step": kind, "detail": told, "at": decode("datetime", when)})
+
+    def _telling(self, number: int) -> list[tuple[Any, ...]]:
+        detail, at = self.engine.portable("s.detail", "json"), self.engine.portable("s.at", "datetime")
+        kinds = ", ".join(f"'{kind}'" for kind in ("box", *TELLING))
+        return self.session.all(
+            f"select s.n, s.kind, {detail}, {at} from {self.at}ledger_step s where s.execution = ? and s.n <= 1000"
+            f" and s.kind in ({kinds}) order by s.n limit 8",
+            (number,),
+        )
 
     def _causes(self, row: Mapping[str, Any], seen: Mapping[str, Any], depth: int) -> list[Node]:
         """The trigger and the change that fired it, the execution it was part of; else whoever began it."""
@@ -585,7 +690,7 @@ class Ask:
         moment, found = tx["tx"] - 1, dict[int, None]()
         key = (principal, moment)
         if key not in self._policies:
-            self._policies[key] = load_policy(self.catalog, self.session, principal, moment, decode("datetime", tx["at"]))  # fmt: skip
+            self._policies[key] = load_policy(self.catalog, self.session, principal, moment, _when(tx))  # fmt: skip
         policy, schema = self._policies[key], self._schema_then(tx)
         for change in wrote:
             entity = schema.by_id.get(change.entity.id)
@@ -609,16 +714,19 @@ class Ask:
 
     def _schema_then(self, tx: Mapping[str, Any]) -> Schema:
         """The schema a tx met: mostly the one there is."""
-        since = self.session.one(
-            f"select 1 from {self.at}ledger_change where branch in (?, ?) and entity in (1, 2) and entity < 2000 and tx >= ? limit 1",
-            (MAIN, tx["_branch"], tx["tx"]),
-        )
+        since = self._schema_changed(tx)
         if since is None:
             chain = self.catalog.chain(self.session, tx["_branch"])
         else:
             chain = self.catalog.chain(self.session, tx["_branch"], tx["tx"])
         found: Schema = self.catalog.schema(self.session, chain, self.epoch)
         return found
+
+    def _schema_changed(self, tx: Mapping[str, Any]) -> Any:
+        return self.session.one(
+            f"select 1 from {self.at}ledger_change where branch in (?, ?) and entity in (1, 2) and entity < 2000 and tx >= ? limit 1",
+            (MAIN, tx["_branch"], tx["tx"]),
+        )
 
     # Forward
 
@@ -739,7 +847,12 @@ class Ask:
         return Node("execution", data, (*links, *self._some(children, (number,), depth, "executions it started")))
 
 
+def _when(tx: Mapping[str, Any]) -> datetime:
+    found: datetime = decode("datetime", tx["at"])
+    return found
+
+
 def _row_of(key: Any) -> int | None:
     """The row whose change fired a trigger, which the key of the execution tells."""
     found = FIRED.fullmatch(str(key))
-    return int(found[1]) if found else None
+    return int(found[2]) if found else None

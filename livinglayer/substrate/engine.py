@@ -109,6 +109,9 @@ class Session(Protocol):
     def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None: ...
     def stream(self, sql: str, params: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]: ...
     def forget(self, store: str, number: int) -> None: ...
+    def expect(self, reads: Sequence[tuple[str, Sequence[Any]]]) -> None:
+        """Rows that will be read in this snapshot: asked for in one round trip, where that saves some."""
+
 
 
 class Engine(Protocol):

@@ -31,12 +31,13 @@ class Past:
     def __init__(self, catalog: Catalog, session: Session, epoch: Any) -> None:
         self.catalog, self.session, self.epoch = catalog, session, epoch
         self.at = catalog.engine.schema_prefix
+        self._found: dict[Any, Version | None] = {}  # what main had: it does not change in a snapshot
 
     def table(self, entity: Entity) -> Table:
         return self.catalog.table(self.session, entity.store, self.epoch)
 
     def version(self, entity: Entity, number: int, chain: Chain) -> Version | None:
-        """What a chain of branches sees of a row: its version or its deletion, None when it has never been there."""
+        """What a chain of branches sees of a row; None, or a version without values, when it is not there."""
         for level in chain[:-1]:
             before = None if level.cut is None else int(level.cut) + 1
             for found in self._own(entity, number, level.branch, before, 1):
@@ -53,7 +54,7 @@ class Past:
                 if len(found) < size:
                     break
                 before = found[-1].tx
-        last = self._main(entity, number, chain[-1].cut)
+        last = self._of_main(entity, number, chain[-1].cut)
         if last is None:
             return
         yield last
@@ -84,6 +85,13 @@ class Past:
         )
         return [Version(branch, row[0], None if row[1] else tuple(row[2:])) for row in rows]
 
+    def _of_main(self, entity: Entity, number: int, cut: Any) -> Version | None:
+        """Main's version, or its deletion."""
+        key = (entity.id, number, cut)
+        if key not in self._found:
+            self._found[key] = self._main(entity, number, cut) or self._deletion(entity, number, cut)
+        return self._found[key]
+
     def _main(self, entity: Entity, number: int, cut: Any) -> Version | None:
         table = self.table(entity)
         columns, head, closed = _columns(table), f"{self.at}{table.store}", f"{self.at}{table.store}__h"
@@ -95,8 +103,10 @@ class Past:
                 f" select x.tx_from{columns} from {closed} x where x.id = ? and x.tx_to > ? and x.tx_from <= ?",
                 (number, cut, number, cut, cut),
             )
-        if row is not None:
-            return Version(MAIN, row[0], tuple(row[1:]))
+        return None if row is None else Version(MAIN, row[0], tuple(row[1:]))
+
+    def _deletion(self, entity: Entity, number: int, cut: Any) -> Version | None:
+        closed = f"{self.at}{self.table(entity).store}__h"
         within, params = ("", (number,)) if cut is None else (" and x.tx_to <= ?", (number, cut))
         row = self.session.one(f"select max(x.tx_to) from {closed} x where x.id = ?{within}", params)
         return None if row is None or row[0] is None else Version(MAIN, row[0], None)
