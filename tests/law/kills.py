@@ -59,10 +59,15 @@ def start(location: str, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def events(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+def output(process: subprocess.Popen[str]) -> str:
     """What a worker that has ended said."""
     assert process.stdout is not None
-    return [json.loads(line) for line in process.stdout.read().splitlines() if line.startswith("{")]
+    return process.stdout.read()
+
+
+def events(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """What a worker that has ended said, by event."""
+    return [json.loads(line) for line in output(process).splitlines() if line.startswith("{")]
 
 
 def states(layer: Layer) -> Counter[str]:
@@ -137,5 +142,6 @@ def campaign(
             for process in running:
                 process.send_signal(signal.SIGTERM)
             for process in running:
-                assert process.wait(60) == 0
+                code, said = process.wait(60), output(process)
+                assert code == 0 or (code == -signal.SIGTERM and not said), said[-3000:]  # or it had not even begun
         return check(layer, host, made)
