@@ -43,6 +43,7 @@ class Program:
     recorded: bool = True  # what it gets from the network is kept
     replay: str | None = None
     snapshot: str | None = None
+    fresh: bool = False  # in a box that has served nobody
 
 
 def drive(run: Run, program: Program) -> Ended:
@@ -76,6 +77,7 @@ def _drive(run: Run, program: Program) -> Ended:
         replay=program.replay,
         snapshot=program.snapshot,
         labels=program.labels,
+        reuse=not program.fresh,
     )
     channel = None
     try:

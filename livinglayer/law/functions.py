@@ -26,6 +26,7 @@ from .executions import Run, digest, traceparent
 from .signature import Signature, dumps
 
 LANGUAGES = ("python", "javascript", "sql", "executable")
+HARNESSED = ("python", "javascript")  # their clocks and their chance are recorded
 TIMEOUT = 60.0
 TRIES = 5  # of a call whose rows others changed meanwhile
 LARGE = 256 << 10  # bytes of a result that is stored by content
@@ -81,6 +82,14 @@ def by_id(layer: Any, number: int, version: int | None, branch: str = "main") ->
     if version is None or row["_tx"] == version:
         return _known(layer, row, branch, None)
     return _known(layer, row_by_id(layer, "function", number, branch, version), branch, version)
+
+
+def as_it_was(layer: Any, number: int, version: int, branch: str, state: int) -> Function:
+    """A function at a version, with its blueprint as it was at a moment; NotFound when that is forgotten."""
+    row = row_by_id(layer, "function", number, branch, version)
+    if row["_tx"] != version:
+        raise NotFound(f"function/{number} at version {version} is forgotten")
+    return _known(layer, row, branch, state)
 
 
 def _known(layer: Any, row: Mapping[str, Any], branch: str, as_of: int | None) -> Function:
@@ -267,13 +276,11 @@ def perform(
     execution: Execution,
     asking: Asking,
     request: str | None = None,
-    run: Run | None = None,
-    adjust: Callable[[Program], Any] | None = None,
 ) -> Outcome:
     """Act and commit the outcome of an execution that is intended. Never raises for what the function did."""
-    run = run or Run(layer, execution, **capability(function, asking.branch))
+    run = Run(layer, execution, **capability(function, asking.branch))
     started = time.monotonic()
-    value, error, spent = act(layer, run, function, bound, adjust)
+    value, error, spent = act(layer, run, function, bound)
     outcome = settle(layer, run, function, asking, value, error, spent, time.monotonic() - started, request)
     outcome.run = run
     return outcome
@@ -333,7 +340,7 @@ def prepare(layer: Any, run: Run, function: Function, bound: Mapping[str, Any], 
     given: dict[str, Any] = {
         "name": function.name,
         "arguments": dict(bound),
-        "seed": run.execution.call and run.execution.call["seed"],
+        "seed": run.execution.call and run.execution.call.get("seed"),
     }
     values: Mapping[str, str] = {}
     if function.blueprint is not None and (function.blueprint["secrets"] or function.blueprint["egress"]):
@@ -419,6 +426,8 @@ def settle(
     """Commit what came of it: the draft, the steps, the usage and the outcome in one tx."""
     execution, ledger = run.execution, layer._ledger
     run.step("return", digest=digest(dumps(value))) if error is None else None
+    if ended is not None and run.returned is None and function.language in HARNESSED:
+        run.steps.append(("tape", {"missing": True}, now()))  # it was ended, or ended itself
     if run.tape:
         data = dumps(run.tape)
         kept = {"values": run.tape} if len(data) <= TAPE else {"content": run.store(data)}

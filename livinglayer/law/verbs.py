@@ -380,5 +380,5 @@ def _function(
     return call.layer.upsert("function", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
-from . import contracts, quotas, reality, triggers  # noqa: E402, F401  # verbs of their own: the table is whole once these are imported
+from . import contracts, quotas, reality, replay, triggers  # noqa: E402, F401  # verbs of their own: the table is whole once these are imported
 from . import projections as _projections  # noqa: E402, F401
