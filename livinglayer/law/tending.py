@@ -549,7 +549,7 @@ def ensure(layer: Any) -> str:
         if known == f"{KEEPER}{contracts.home()}" and not runners.dead(holder):
             return "running"
     _started[:] = [process for process in _started if process.poll() is None]
-    place = str(layer.engine.location)
+    place = str(layer.engine.address)
     place = os.path.dirname(os.path.abspath(place)) if os.path.basename(place) == ".layer" else place
     environment = dict(os.environ) | {"LAYER_DIR": place, "LAYER_STATE": str(state_directory())}
     (state_directory() / "run").mkdir(mode=0o700, parents=True, exist_ok=True)

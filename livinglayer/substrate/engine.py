@@ -113,7 +113,6 @@ class Session(Protocol):
         """Rows that will be read in this snapshot: asked for in one round trip, where that saves some."""
 
 
-
 class Engine(Protocol):
     """A database that holds a layer."""
 
@@ -141,6 +140,10 @@ class Engine(Protocol):
     @property
     def reads_ahead(self) -> bool:
         """Whether `begin` can ask for rows in the same round trip."""
+
+    @property
+    def address(self) -> str:
+        """What opens it again, a password included: not for people's eyes."""
 
     # Connections and transactions
 

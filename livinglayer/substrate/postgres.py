@@ -262,6 +262,11 @@ class PostgresEngine:
 
     # Connections
 
+    @property
+    def address(self) -> str:
+        """What opens it again, a password included: not for people's eyes."""
+        return self._url
+
     def exists(self) -> bool:
         with self._borrowed() as connection:
             return connection.execute("select to_regnamespace($1) is not null", (SCHEMA,)).fetchone() == (True,)

@@ -237,6 +237,11 @@ class SqliteEngine:
 
     # Connections
 
+    @property
+    def address(self) -> str:
+        """What opens it again, a password included: not for people's eyes."""
+        return self.location
+
     def exists(self) -> bool:
         return self.path.exists() and self.path.stat().st_size > 0
 

@@ -270,7 +270,7 @@ def test_another_process_goes_on_where_one_ended(office: Layer) -> None:
     tending.of(office).close()
     before = office.query("select count(*) as n from step where execution = :id", {"id": told["execution"]})[0]["n"]
     assert before >= 2
-    with livinglayer.open(str(office.engine.location)) as again:
+    with livinglayer.open(office.engine.address) as again:
         tending.of(again).look()
         assert ask(box, "print(layer.query('select 1 as n'))") == "[{'n': 1}]"
     tending.of(office).look()
