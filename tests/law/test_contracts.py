@@ -366,3 +366,30 @@ def test_where_no_worker_runs_a_process_is_started_that_answers(office: Layer, b
         os.kill(process.pid, signal.SIGTERM)
         process.wait(20)
     assert not running(process.pid)
+
+
+def test_a_box_and_its_channel_outlive_the_host_and_whoever_answered(layer: Layer, own_host: Host) -> None:
+    layer.define("ticket", {"title": "text!"})
+    layer.call("contract.define", name="agent", reads=["ticket"], scope=["ticket"])
+    box, told = make(layer, principal=None)
+    process = tending._started[-1]
+    assert told["kept"] == "started"
+    try:
+        assert ask(box, "layer.insert('ticket', title='one'); print(len(layer.query('select id from ticket')))") == "1"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+        own_host.crash()
+        own_host.hang_up()
+        assert tending.ensure(layer) == "started"  # whoever it was counted on is gone, which is seen at once
+        process = tending._started[-1]
+        box = Sandbox.connect(told["id"])
+        assert ask(box, "layer.insert('ticket', title='two'); print(len(layer.query('select id from ticket')))") == "2"
+        box.kill()
+        assert outcome(layer, told["execution"])["status"] == "done"
+    finally:
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait(20)
+    steps = layer.query("select n, kind from step where execution = :id order by n", {"id": told["execution"]})
+    assert [row["n"] for row in steps] == list(range(1, len(steps) + 1))
+    assert [row["kind"] for row in steps].count("mutation") >= 1
+    assert layer.verify().ok
