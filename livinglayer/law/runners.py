@@ -59,13 +59,13 @@ class Runner:
     def running(self) -> Iterator[str]:
         """Its id, while something runs; its lease holds before that begins."""
         with self._lock:
-            self._running += 1
             if time.monotonic() - self._renewed > self._seconds / 2:
                 self._renew()
             if self._thread is None:
                 self._stopped.clear()
                 self._thread = threading.Thread(target=self._keep, name="layer-runner", daemon=True)
                 self._thread.start()
+            self._running += 1
         try:
             yield self.id
         finally:

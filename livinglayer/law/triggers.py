@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
@@ -222,14 +224,7 @@ def arguments(trigger: Trigger, signature: Signature, told: Mapping[str, Any]) -
 
 
 def queue(layer: Any, firings: Sequence[Firing]) -> list[int]:
-    """Commit what triggers ask for, each once; the ids of those that are new."""
-    made: list[int] = []
-    for start in range(0, len(firings), BATCH):
-        made += _queue(layer, firings[start : start + BATCH])
-    return made
-
-
-def _queue(layer: Any, firings: Sequence[Firing]) -> list[int]:
+    """Commit what triggers ask for, each once, with one commit; the ids of those that are new."""
     ledger, made = layer._ledger, list[int]()
     with layer.engine.reading() as session:
         taken = _taken(layer, session, firings)
@@ -295,6 +290,8 @@ def _prepared(layer: Any, firing: Firing, known: dict[tuple[int, int], tuple[Fun
     )  # fmt: skip
     given: Mapping[str, Any] = firing.told
     try:
+        if trigger.wrong is not None:
+            raise Invalid(f"trigger {trigger.name!r}: {trigger.wrong}")
         found = known.get((trigger.id, trigger.version))
         if found is None:
             loaded = functions.load(layer, trigger.function, trigger.branch)
@@ -365,6 +362,8 @@ class Feed:
     layer: Any
     now: Callable[[], datetime]
     place: int | None = None  # the last tx that was looked at
+    _pending: list[Firing] = field(default_factory=list)  # read and not queued yet
+    _end: int | None = None  # up to where that goes
     _times: dict[int, datetime] = field(default_factory=dict)  # of schedules: what was fired last
     _waits: dict[tuple[int, int], datetime] = field(default_factory=dict)  # and from when on to look again
     _arrival: dict[int, datetime] = field(
@@ -372,32 +371,51 @@ class Feed:
     )  # of triggers: when the next one may start (a leaky bucket)
     _broken: set[tuple[int, int]] = field(default_factory=set)
 
-    def look(self) -> list[int]:
-        """Queue what changes and ends of functions ask for, up to now; the ids of what is new."""
-        made: list[int] = []
-        while True:
-            with self.layer.engine.reading() as session:
-                last, epoch = clock(self.layer.engine, session)
-                if self.place is None:
-                    self.place = self._lost_place(session)
-                if self.place >= last:
+    def look(self, seconds: float = math.inf) -> list[int]:
+        """Queue what changes and ends of functions ask for, up to now or for so long; the ids of what is new."""
+        made, deadline = list[int](), time.monotonic() + seconds
+        while self._step():
+            while self._pending:
+                now, self._pending = self._pending[:BATCH], self._pending[BATCH:]
+                made += queue(self.layer, now)
+                if time.monotonic() > deadline:
                     return made
-                # The triggers are those of the tx that is looked at, so a step ends before their next change.
-                end, triggers = last, known(self.layer, session)
-                if epoch > self.place + 1:
-                    triggers = known(self.layer, session, self.place + 1)
-                    end = self._next_change(session, self.place + 1, last)
-                now_enabled = {each.id for each in known(self.layer, session) if each.enabled}
-                for each in triggers:
-                    if each.enabled and each.wrong:
-                        self._break(each, Invalid(f"trigger {each.name!r}: {each.wrong}"), each.version)
-                wanted = [each for each in triggers if each.enabled and not each.wrong and each.id in now_enabled]
-                if wanted:
-                    end = min(end, self.place + STEP)
-                firings = [*self._fired(session, wanted, self.place, end)] if wanted else []
-            for start in range(0, len(firings), 1000):
-                made += queue(self.layer, firings[start : start + 1000])
-            self.place = end
+        return made
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last look ended before it was through."""
+        return bool(self._pending)
+
+    def again(self) -> None:
+        """Somebody else has looked meanwhile: go on from where they have come to."""
+        self.place, self._pending = None, []
+
+    def _step(self) -> bool:
+        """Read what happened next; False when there is nothing."""
+        if self._pending:
+            return True
+        if self._end is not None:
+            self.place, self._end = self._end, None
+        with self.layer.engine.reading() as session:
+            last, epoch = clock(self.layer.engine, session)
+            if self.place is None:
+                self.place = self._lost_place(session)
+            if self.place >= last:
+                return False
+            # The triggers are those of the tx that is looked at, so a step ends before their next change.
+            end, triggers = last, known(self.layer, session)
+            if epoch > self.place + 1:
+                triggers = known(self.layer, session, self.place + 1)
+                end = self._next_change(session, self.place + 1, last)
+            now_enabled = {each.id for each in known(self.layer, session) if each.enabled}
+            for each in triggers:
+                if each.enabled and each.wrong:
+                    self._break(each, Invalid(f"trigger {each.name!r}: {each.wrong}"), each.version)
+            wanted = [each for each in triggers if each.enabled and not each.wrong and each.id in now_enabled]
+            self._end = min(end, self.place + STEP) if wanted else end
+            self._pending = [*self._fired(session, wanted, self.place, self._end)] if wanted else []
+        return True
 
     def keep(self, oldest: int) -> None:
         """Note the place, and the tx of the oldest execution that is not over, for whoever looks next."""
@@ -548,17 +566,17 @@ class Feed:
                 except Invalid as error:
                     self._break(trigger, error, trigger.version)
                     continue
-                time, following = schedule.previous(moment), schedule.following(moment)
-                if time is not None and time > self._last_time(session, trigger):
-                    key, told = f"cron/{trigger.id}/{datetime_text(time)}", {"time": datetime_text(time)}
-                    firings.append(Firing(trigger, key, time, told))
-                    notes.append((trigger.id, time))
+                hour, following = schedule.previous(moment), schedule.following(moment)
+                if hour is not None and hour > self._last_time(session, trigger):
+                    key, told = f"cron/{trigger.id}/{datetime_text(hour)}", {"time": datetime_text(hour)}
+                    firings.append(Firing(trigger, key, hour, told))
+                    notes.append((trigger.id, hour))
                 if following is not None:
                     self._waits[trigger.id, trigger.version] = following
         made = queue(self.layer, firings)
-        for number, time in notes:
-            self._times[number] = time
-            self.layer.engine.lease(f"cron/{number}", "cron", LONG, datetime_text(time))
+        for number, hour in notes:
+            self._times[number] = hour
+            self.layer.engine.lease(f"cron/{number}", "cron", LONG, datetime_text(hour))
         return made
 
     def _last_time(self, session: Session, trigger: Trigger) -> datetime:

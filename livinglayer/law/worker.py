@@ -116,7 +116,7 @@ class Worker:
         made: list[int] = []
         if self.leads:
             try:
-                made = self.feed.look() + self.feed.times()
+                made = self.feed.look(LOOK) + self.feed.times()
             except Exception as error:  # of one cause: what is queued must be run all the same
                 self.say("trouble", error=f"{type(error).__name__}: {error}")
                 log.exception("triggers")
@@ -135,7 +135,7 @@ class Worker:
         begun = self._begin()
         if self._time_for("tend", TEND):
             self._tend()
-        return bool(made or begun or moved)
+        return bool(made or begun or moved or (self.leads and self.feed.behind))
 
     def _time_for(self, what: str, seconds: float) -> bool:
         moment = time.monotonic()
@@ -156,7 +156,7 @@ class Worker:
         led = self.leads
         self.leads = (not held or held[0] == self.id) and self.engine.lease("feed", self.id, seconds)
         if self.leads and not led:
-            self.feed.place = None  # where others have come to is noted
+            self.feed.again()  # where others have come to is noted
             self.say("lead", runner=self.id)
 
     def _follow(self) -> bool:

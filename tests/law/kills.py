@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -49,19 +50,23 @@ def prepare(layer: Layer) -> None:
 
 def start(location: str, *more: str) -> subprocess.Popen[str]:
     """`layer worker` as a process."""
-    return subprocess.Popen(
+    kept = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop it
+    process = subprocess.Popen(
         [sys.executable, "-m", "livinglayer.edges.cli.main", "--dir", location, "worker", "--json", *more],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=kept,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"LAYER_DIR": ""},
     )
+    process.stdout = kept
+    return process
 
 
 def output(process: subprocess.Popen[str]) -> str:
     """What a worker that has ended said."""
     assert process.stdout is not None
+    process.stdout.seek(0)
     return process.stdout.read()
 
 

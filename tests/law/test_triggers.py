@@ -267,6 +267,28 @@ def test_what_can_not_be_called_any_more_is_a_dead_letter_that_says_so(desk: Lay
         desk.call("execution.retry", id=fired(desk, "t")[1]["id"])
 
 
+def test_a_row_that_no_verb_has_written_does_no_harm(desk: Layer) -> None:
+    define(desk, "good", on_entity="ticket")
+    strange = {
+        "none": {}, "both": {"on_entity": "ticket", "schedule": "@daily"}, "actions": {"on_entity": "ticket", "on_actions": 7},
+        "fields": {"on_entity": "ticket", "on_fields": {"a": 1}}, "arguments": {"on_entity": "ticket", "arguments": [1]},
+        "time": {"schedule": "soon"}, "retries": {"on_entity": "ticket", "retries": "often"}, "nobody": {"on_entity": "nothing"},
+        "branch": {"on_entity": "ticket", "branch": "nowhere"}, "field": {"on_entity": "ticket", "on_fields": ["nope"]},
+    }  # fmt: skip
+    for name, row in strange.items():
+        desk.insert("trigger", {"name": name, "function": "note.change", **row})
+    for _ in range(2):
+        ticket = desk.insert("ticket", {"title": "a"})
+        desk.update("ticket", ticket, {"title": "b"})
+        work(desk)
+    assert len(told(desk, "good")) == 4 and len(told(desk, "retries")) == 4
+    ended = {name: sorted(row["status"] for row in fired(desk, name)) for name in strange if name != "retries"}
+    assert ended == {
+        "none": ["dead"], "both": ["dead"], "actions": ["dead"], "fields": ["dead"], "arguments": ["dead"], "time": ["dead"],
+        "nobody": [], "branch": [], "field": ["dead", "done", "done"],
+    }  # fmt: skip
+
+
 def test_a_large_tx_is_told_whole(desk: Layer) -> None:
     define(desk, "t", "note.bare", on_entity="ticket")
     desk.insert("ticket", [{"title": str(n)} for n in range(1200)])

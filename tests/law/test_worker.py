@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,10 +18,11 @@ from sandbox.hosts import Host, wait_until
 
 import livinglayer
 from livinglayer import Layer
-from livinglayer.errors import Conflict, Denied
+from livinglayer.errors import Conflict, Denied, LayerError
 from livinglayer.law import functions, runners, worker
 from livinglayer.law.functions import Asking
 from livinglayer.law.worker import Worker
+from livinglayer.sandbox import Sandbox
 
 SLOW = """
 import layer, time
@@ -201,6 +203,26 @@ def test_the_command_ends_well_on_sigterm(desk: Layer, location: str) -> None:
     named = [event["event"] for event in kills.events(process)]
     assert named[:2] == ["start", "lead"] and named[-1] == "stop" and "done" in named
     assert desk.engine.leases("runner/") == []
+
+
+def test_a_box_that_was_left_over_is_killed_and_no_other(desk: Layer, location: str) -> None:
+    desk.call("work.slow", seconds=0)
+    (over,) = desk.query("select id from execution where function = 'work.slow'")
+    labels = {"layer": desk.id, "execution": str(over["id"])}
+    left = [Sandbox.create(tier="namespace", name=f"left-{n}", labels=labels) for n in range(2)]
+    unknown = Sandbox.create(tier="namespace", name="unknown", labels={"layer": desk.id, "execution": "999999999"})
+    others = Sandbox.create(tier="namespace", name="others", labels={"layer": "another", "execution": str(over["id"])})
+    try:
+        made = Worker(desk, say=lambda event, **details: None)
+        for expected in (3, 0):  # two looks must have found it
+            made._looked.clear()
+            made.turn()
+            assert len(Sandbox.list(labels={"layer": desk.id})) == expected
+        assert others.info()["state"] == "running"
+    finally:
+        for box in (*left, unknown, others):
+            with contextlib.suppress(LayerError):
+                box.kill()
 
 
 def test_dead_is_only_said_of_processes_of_this_machine() -> None:
