@@ -481,6 +481,8 @@ def uncontrolled(layer: Any, record: Record, function: Function) -> list[str]:
     """What of an execution can't be had again for sure, each in words; none: it is deterministic as far as can be told."""
     found = []
     seeded = function.language in HARNESSED and record.row["seed"] is not None
+    if limit := record.detail("command", "reason"):
+        found.append(f"it was ended by a limit ({limit}), which depends on the machine")
     if function.language == "executable":
         found.append("an executable's clocks and chance are the machine's")
     elif function.language in HARNESSED and not seeded:
@@ -495,8 +497,6 @@ def uncontrolled(layer: Any, record: Record, function: Function) -> list[str]:
             found.append(f"these clocks could not be replaced: {', '.join(tape['untamed'])}")
         if record.detail("box", "clock") is None:
             found.append("the clock that it started with is not recorded")
-    if limit := record.detail("command", "reason"):
-        found.append(f"it was ended by a limit ({limit}), which depends on the machine")
     if len(record.steps) >= STEPS:
         found.append(f"it took more than {STEPS} steps")
     found += _of_network(layer, record)
