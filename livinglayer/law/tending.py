@@ -113,7 +113,7 @@ class Kept:
         self.run.before, self.seen, self.began = self._recorded()
         self.offset, self.ended = 0, False
         self.cpu, self.memory, self.sent, self.received, self._cpu_now = 0.0, 0.0, 0, 0, 0.0
-        self._ticked, self._why = time.monotonic(), ""
+        self._ticked, self._why, self._pid = time.monotonic(), "", None
         self._remember()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._serve, name=f"layer-box-{number}", daemon=True)
@@ -186,9 +186,9 @@ class Kept:
         passed, self._ticked = time.monotonic() - self._ticked, time.monotonic()
         assert self.box is not None
         try:
-            state = self.box.info()["state"]
+            found = self.box.info()
             self._measure(passed)
-            self._connect(state)
+            self._connect(found)
         except NotFound:
             return self.conclude()
         except (Conflict, Unavailable) as error:  # it sleeps, or its host starts again
@@ -209,10 +209,11 @@ class Kept:
         if problem is not None:
             self.end(problem)
 
-    def _connect(self, state: str) -> None:
-        if state == "suspended":
-            self._hang_up()  # it has another listener when it goes on
-        elif self.channel is None and isinstance(self.run, Bound):
+    def _connect(self, found: Mapping[str, Any]) -> None:
+        if found["pid"] != self._pid:
+            self._hang_up()  # it was suspended: when it goes on it has another listener
+            self._pid = found["pid"]
+        if self.channel is None and found["state"] != "suspended" and isinstance(self.run, Bound):
             assert self.box is not None
             self.channel = Channel(
                 self.box.channel(), lambda error: log.exception("channel of %s", self.id, exc_info=error)

@@ -282,6 +282,19 @@ def test_another_process_goes_on_where_one_ended(office: Layer) -> None:
     assert sum(row["kind"] == "command" for row in steps) == 3 and sum(row["kind"] == "query" for row in steps) >= 3
 
 
+def test_a_box_that_was_suspended_is_answered_again(office: Layer) -> None:
+    box, told = make(office)
+    assert ask(box, "print(len(layer.query('select id from ticket')))") == "3"
+    box.suspend()
+    box.resume()
+    assert ask(box, "print(len(layer.query('select id from ticket')))") == "3"
+    box.pause()
+    box.resume()
+    assert ask(box, "print(len(layer.query('select id from ticket')))") == "3"
+    box.kill()
+    assert outcome(office, told["execution"])["status"] == "done"
+
+
 def test_a_box_that_ended_while_nobody_looked_is_concluded(office: Layer) -> None:
     box, told = make(office)
     tending.of(office).close()

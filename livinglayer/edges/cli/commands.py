@@ -289,6 +289,8 @@ def fork(layer: Layer, args: Namespace, out: Printer) -> None:
         given = {"name": args.name, "box": args.box, "source": source, "slice": cuts, "box_name": args.box_name}
         made = layer.call("reality.fork", given, principal=acting(args), reason=args.reason)
         out.say(f"Forked {args.name} from {source}, and box {made['box']} ({made['id']}) from {args.box}")
+        if made["kept"] == "started":
+            out.say("No worker runs here, so a process was started that answers for it: layer box keep")
         out.data(made)
         return
     layer.fork(
