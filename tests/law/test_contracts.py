@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -406,3 +407,76 @@ def test_a_box_and_its_channel_outlive_the_host_and_whoever_answered(layer: Laye
     assert [row["n"] for row in steps] == list(range(1, len(steps) + 1))
     assert [row["kind"] for row in steps].count("mutation") >= 1
     assert layer.verify().ok
+
+
+def test_a_worker_answers_for_boxes(office: Layer) -> None:
+    from livinglayer.law.worker import Worker
+
+    tending.of(office).close()
+    worker = Worker(office)
+    thread = threading.Thread(target=worker.run, daemon=True)
+    thread.start()
+    wait_until(lambda: office.engine.leases("keeper/") != [], "the worker looks after boxes", 30)
+    box, told = make(office)
+    assert told["kept"] == "running"
+    assert ask(box, "print(len(layer.query('select id from ticket')))") == "3"
+    worker.stop()
+    thread.join(30)
+    box.kill()
+    assert outcome(office, told["execution"])["status"] == "done"
+
+
+def test_secrets_are_those_the_contract_names_of_its_blueprint(office: Layer) -> None:
+    for name in ("ONE", "TWO"):
+        office.call("secret.set", name=name, value=f"the value of {name}")
+        office.grant("ann", "use", f"secret:{name}")
+    wanted = [{"name": name, "readable": True} for name in ("ONE", "TWO")]
+    office.call("blueprint.define", name="armed", secrets=wanted)
+    office.call("contract.define", {**AGENT, "name": "armed", "blueprint": "armed", "secrets": ["ONE"]})
+    office.grant("ann", "call", "contract:armed")
+    box, told = make(office, contract="armed")
+    assert ask(box, "print(layer.secret('ONE'))") == "the value of ONE"
+    assert refusal(box, "layer.secret('TWO')").startswith("Denied")
+    box.kill()
+    outcome(office, told["execution"])
+    steps = office.query("select detail from step where execution = :id and kind = 'secret'", {"id": told["execution"]})
+    assert [step["detail"]["name"] for step in steps] == ["ONE"]
+    assert "the value of" not in str(office.query("select detail from step"))
+    (permission,) = office.query("select id from permission where resource = 'secret:ONE'")
+    office.revoke(permission["id"])
+    with pytest.raises(Denied, match="secret:ONE"):
+        make(office, contract="armed")
+
+
+def test_a_contract_works_at_tier_process_too(office: Layer) -> None:
+    office.call("blueprint.define", name="thin", tier="process", slice=True)
+    office.call("contract.define", {**AGENT, "name": "thin", "blueprint": "thin"})
+    office.grant("ann", "call", "contract:thin")
+    box, told = make(office, contract="thin")
+    assert (told["tier"], told["slice"]) == ("process", None)
+    assert ask(box, "print(len(layer.query('select id from ticket')))") == "3"
+    assert refusal(box, "layer.query('select note from ticket')").startswith(("NotFound", "Invalid"))
+    assert refusal(box, "layer.slice()").startswith("NotFound")
+
+
+def test_what_a_crash_leaves_between_intent_and_box_is_cleared_up(
+    office: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from livinglayer.law.functions import Asking
+
+    with office.engine.reading() as session:
+        ann = office._catalog.principal(session, "ann")["id"]
+    made = contracts.Making(office, contracts.load(office, "agent"), ann, "main", None, None, [])
+    execution = made.execution(Asking(ann), None)  # the intent, of a process that ends here
+    office._ledger.intend(execution, lambda tx: contracts.record(tx, execution))
+    office._ledger.let_go(execution)
+    stray = Sandbox.create(name="stray-one", labels=contracts.labels(office.id, "nobody's"), memory="64M", disk="64M")
+    box, _ = make(office)
+    monkeypatch.setattr(tending, "YOUNG", 0.0)
+    monkeypatch.setattr(tending, "SWEEP", 0.0)
+    end = outcome(office, int(execution.id or 0))
+    assert end["status"] == "failed" and "never made" in end["result"]["error"]["message"]
+    wait_until(lambda: [each.id for each in Sandbox.list(labels={"layer": office.id})] == [box.id], "the stray is gone")
+    with pytest.raises(NotFound):
+        stray.info()
+    assert ask(box, "print(len(layer.query('select id from ticket')))") == "3"
