@@ -8,6 +8,7 @@ import asyncio
 import base64
 import contextlib
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -999,6 +1000,9 @@ async def serve(state: Path) -> None:
         await host.open()
         server = await listen(host, host.run / "host.sock")
         (host.run / "host.pid").write_text(str(os.getpid()))
+        gc.collect()
+        gc.freeze()  # what a host begins with stays: it need not be looked at again and again
+        gc.set_threshold(10_000, 20, 20)
         await host.stopping.wait()
         server.close()
     finally:

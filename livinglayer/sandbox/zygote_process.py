@@ -63,7 +63,6 @@ def child(message: bytearray, size: int, names: dict[str, Any], reseed: Callable
         path = own.get(b"PYTHONPATH")
         if path != PATH:
             sys.path[1:2] = os.fsdecode(path).split(":") if path else []
-        threading._main_thread._native_id = os.getpid()  # type: ignore[attr-defined]
         reseed()
         gc.enable()
         try:
@@ -114,6 +113,7 @@ def prepare() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[:] = ["-c"]
     sys.path[:0] = ["", INSIDE]
+    threading._main_thread._native_id = None  # type: ignore[attr-defined]  # ours is nobody's business
     atexit._clear()  # what modules of ours wanted at their end is seen to by whoever ends
 
 
