@@ -717,6 +717,8 @@ def _enable(call: Call, *, name: str, enabled: bool = True) -> Any:
 def _retry(call: Call, *, id: int) -> Any:
     """Queue an execution that failed once more, as whoever asks for it; gives the new one's id."""
     layer, ledger, at = call.layer, call.layer._ledger, call.layer.engine.schema_prefix
+    if not layer.query("select id from execution where id = :id", {"id": id}):
+        raise NotFound(f"there is no execution {id}", hint="layer executions")
     given = layer.engine.portable("c.arguments", "json")
     with layer.engine.reading() as session:
         row = session.one(

@@ -400,6 +400,9 @@ def test_attempts_end_as_a_dead_letter_that_a_person_can_retry(desk: Layer, cloc
     assert len(dead) == 1 and "wrong type" in dead[0]["result"]["error"]["message"]
     assert dead[0]["parent"] == fired(desk, "t")[1]["id"]
     desk.principal("ann")
+    with pytest.raises(NotFound):
+        desk.call("execution.retry", id=dead[0]["id"], principal="ann")
+    desk.grant("ann", "read", "execution")
     with pytest.raises(Denied):
         desk.call("execution.retry", id=dead[0]["id"], principal="ann")
     desk.call(
