@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound, TimedOut
 from ..sandbox.blueprint import Blueprint
-from ..substrate.ledger import Execution, Scope, Tx, now
+from ..substrate.ledger import MAIN_CHAIN, Execution, Scope, Tx, now
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import json_text
@@ -486,10 +486,14 @@ def _plain_details(error: LayerError) -> dict[str, Any]:
     return {key: value for key, value in error.details.items() if isinstance(value, str | int | list | float)}
 
 
-def visible(layer: Any, principal: int, name: str, branch: str) -> bool:
-    """Whether there is such a function on a branch."""
-    try:
-        row_of(layer, "function", name, branch)
-    except NotFound:
-        return False
-    return True
+def readable(layer: Any, principal: int) -> bool:
+    """Whether a principal may read functions at all."""
+    with layer.engine.reading() as session:
+        epoch = clock(layer.engine, session)[1]
+        schema = layer._catalog.schema(session, MAIN_CHAIN, epoch)
+        policy = layer._catalog.policy(session, principal, epoch)
+        return bool(policy.rules("read", schema, schema.by_name["function"], "main").allows)
+
+
+def nowhere(name: str) -> NotFound:
+    return NotFound(f"there is no function {name!r}", hint="select name from function lists them")

@@ -106,6 +106,8 @@ def call(
         outcome = functions.call(layer, name, arguments or {}, asking)
     except LayerError as error:
         _refused(layer, name, {}, asking, error)
+        if isinstance(error, Denied) and not functions.readable(layer, who):
+            raise functions.nowhere(name) from None  # whoever may not read functions does not learn that there is one
         raise
     if outcome.error is not None:
         outcome.error.details.setdefault("execution", outcome.execution)

@@ -181,8 +181,12 @@ def test_an_idempotency_key_makes_effects_happen_once(desk: Layer) -> None:
 def test_who_may_call_is_decided_by_permissions(desk: Layer) -> None:
     desk.principal("ann")
     id = desk.insert("ticket", {"title": "t"})
+    with pytest.raises(NotFound, match="there is no function 'ticket.bump'"):  # she may not even know
+        desk.call("ticket.bump", id=id, principal="ann")
+    reading = desk.grant("ann", "read", "function")
     with pytest.raises(Denied, match="may not call"):
         desk.call("ticket.bump", id=id, principal="ann")
+    desk.revoke(reading)
     denied = last(desk)
     assert denied["status"] == "denied" and denied["principal"] == "ann"
     grant = desk.grant("ann", "call", "function:ticket.bump")

@@ -38,7 +38,10 @@ def test_without_a_grant_nothing_is_there_and_nothing_may_be_done(shared: Layer)
         shared.query("select * from closed_off", principal="stranger")
     with pytest.raises(Denied, match="no permission allows it") as caught:
         shared.insert("closed_off", {"name": "y"}, principal="stranger")
-    assert (caught.value.hint, caught.value.details) == ("layer can stranger insert closed_off", {"rows": []})
+    assert (caught.value.hint, caught.value.details) == (
+        "layer can stranger insert closed_off",
+        {"rows": [], "action": "insert", "resource": "closed_off"},
+    )
     for write in (
         lambda: shared.update("closed_off", row, {"name": "y"}, principal="stranger"),
         lambda: shared.delete("closed_off", row, principal="stranger"),
@@ -187,7 +190,7 @@ def test_a_write_needs_the_row_as_it_was_and_as_it_becomes(shared: Layer) -> Non
     ):
         with pytest.raises(Denied, match="no permission allows it") as caught:
             write()
-        assert caught.value.details == {"rows": [grant]}
+        assert caught.value.details["rows"] == [grant]
     with pytest.raises(Denied), shared.transaction(principal="una") as tx:
         tx.update("desk", mine, {"name": "lost"})
         tx.delete("desk", other)
