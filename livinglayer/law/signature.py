@@ -106,4 +106,5 @@ _ENCODER = json.JSONEncoder(default=jsonable, ensure_ascii=False, separators=(",
 
 
 def dumps(value: Any) -> bytes:
-    return _ENCODER.encode(value).encode()
+    """JSON as bytes; half a character, which UTF-8 has no bytes for, stays the escape that JSON has for it."""
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace")

@@ -1,11 +1,13 @@
-"""Blobs: content by its hash, for fields of type file."""
+"""Blobs: content by its hash, for fields of type file and for steps of executions."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .schema import SYSTEM
+from .values import HASH
 
 if TYPE_CHECKING:
     from .catalog import Catalog
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def referenced(catalog: Catalog, session: Session) -> Iterator[str]:
-    """Every content hash a stored version names, on any branch."""
+    """Every content hash that a stored version names, on any branch, or that a step names as its `content`."""
     engine, entity, field = catalog.engine, SYSTEM.by_name["entity"], SYSTEM.by_name["field"]
     at = engine.schema_prefix
     columns = {c: field.by_name[c].store for c in ("entity", "store", "type")}
@@ -36,3 +38,9 @@ def referenced(catalog: Catalog, session: Session) -> Iterator[str]:
                 if digest not in seen:
                     seen.add(digest)
                     yield digest
+    detail = engine.portable("detail", "json")
+    for (text,) in session.all(f"select {detail} from {at}ledger_step where {detail} like '%\"content\"%'"):
+        digest = json.loads(text).get("content")
+        if isinstance(digest, str) and HASH.fullmatch(digest) and digest not in seen:
+            seen.add(digest)
+            yield digest

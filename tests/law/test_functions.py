@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from law.conftest import define
 
+import livinglayer
 from livinglayer import Layer
 from livinglayer.errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound, TimedOut
 from livinglayer.law.functions import Raised
@@ -181,7 +183,7 @@ def test_an_idempotency_key_makes_effects_happen_once(desk: Layer) -> None:
 def test_who_may_call_is_decided_by_permissions(desk: Layer) -> None:
     desk.principal("ann")
     id = desk.insert("ticket", {"title": "t"})
-    with pytest.raises(NotFound, match="there is no function 'ticket.bump'"):  # she may not even know
+    with pytest.raises(NotFound, match="there is no function"):  # she may not even know
         desk.call("ticket.bump", id=id, principal="ann")
     reading = desk.grant("ann", "read", "function")
     with pytest.raises(Denied, match="may not call"):
@@ -259,3 +261,28 @@ def test_names_of_the_layers_own_are_not_for_functions(desk: Layer) -> None:
         desk.call("function.define", name="ticket.syntax", code="def (")
     with pytest.raises(NotFound):
         desk.call("ticket.nowhere")
+
+
+def test_what_a_function_printed_and_kept_is_in_a_backup(desk: Layer, tmp_path: Path) -> None:
+    code = "import layer\ndef main():\n    print('x' * 10000)\n    open('a', 'w').write('kept')\n    return layer.artifact('a')"
+    define(desk, "ticket.print", code)
+    desk.call("ticket.print")
+    assert desk.verify().ok
+    desk.backup(tmp_path / "copy")
+    with livinglayer.open(tmp_path / "copy") as copy:
+        for step in steps(copy, last(copy)["id"]):
+            if step["kind"] in ("output", "artifact"):
+                assert copy.blob(step["detail"]["content"]) == (
+                    b"x" * 10000 + b"\n" if step["kind"] == "output" else b"kept"
+                )
+
+
+def test_half_a_character_is_refused_and_hurts_nobody(desk: Layer) -> None:
+    define(
+        desk,
+        "ticket.half",
+        "import layer\ndef main():\n    layer.emit('x', text='\\ud800')\n    layer.insert('ticket', title='\\ud800')",
+    )
+    with pytest.raises(Raised, match="surrogate"):
+        desk.call("ticket.half")
+    assert last(desk)["status"] == "failed" and desk.verify().ok
