@@ -87,6 +87,8 @@ class Waiting:
             ):
                 box = await self._host.start(plain, await self._host.driver(blueprint.tier), layers)
                 self._boxes.setdefault(key, []).append(box)
+                if self._host.admission.crowded:  # somebody came meanwhile
+                    self.evict()
             self._host.cgroups.refill()
             if self._host.gateway:
                 self._host.gateway.refill()
