@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..substrate.past import Past, Version
 from ..substrate.permissions import Policy, load_policy
 from ..substrate.predicates import Env, same
 from ..substrate.reads import clock
-from ..substrate.schema import MAIN, OWNER, SYSTEM, Entity, Field, Schema
+from ..substrate.schema import MAIN, SYSTEM, Entity, Field, Schema
 from ..substrate.values import decode
 from ..substrate.views import Chain, Level
 from .tree import Node, note
@@ -36,11 +35,11 @@ SUBJECT = re.compile(r"([a-z][a-z0-9_]*)/([0-9]{1,18})(?:\.([a-z][a-z0-9_]*))?")
 FIRED = re.compile(r"trigger/[0-9]+/[0-9]+/([a-z0-9_]+)/([0-9]{1,18})")  # the key of an execution that a change fired
 TELLING = ("contract", "prompt", "model", "message", "approval")  # steps that are causes themselves
 SEALED = {"principal": ("token",), "secret": ("sealed",)}  # not for trees
+GOVERNED, SHAPING = ("principal", "membership", "permission"), ("entity", "field")
 OPS = {"i": "insert", "u": "update", "d": "delete"}
 PEOPLE = {"human": "person", "pending": "person"}
 _PERMISSION, _TRIGGER, _FUNCTION, _CONTRACT = (SYSTEM.by_name[n] for n in ("permission", "trigger", "function", "contract"))  # fmt: skip
 _CONFLICT, _BRANCH = SYSTEM.by_name["conflict"], SYSTEM.by_name["branch"]
-_OF_TX = "(select t.execution from {}ledger_tx t where t.tx = ?)"
 _CALL = [(name, kind) for name, kind in LEDGER["ledger_call"][0] if name not in ("execution", "tx")]
 _MAIN = Branch(MAIN, "main", None, 0, 0, 0, None, "open")
 _KINDS = {f.name: f.type for f in SYSTEM.by_name["execution"].fields}
@@ -99,20 +98,6 @@ class _Change:
     note: str | None = None  # why nothing older is told
 
 
-class _Asked:
-    """A session without rows, which keeps what it was asked for."""
-
-    def __init__(self) -> None:
-        self.reads: dict[tuple[str, tuple[Any, ...]], None] = {}
-
-    def one(self, sql: str, params: Sequence[Any] = ()) -> None:
-        self.reads[sql, tuple(params)] = None
-
-    def all(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        self.reads[sql, tuple(params)] = None
-        return []
-
-
 class Ask:
     """One question, in one snapshot, by one principal."""
 
@@ -130,28 +115,7 @@ class Ask:
         self.past = Past(self.catalog, session, self.epoch)
         self._told: set[tuple[str, int]] = set()
         self._people: dict[int, tuple[str, str]] = {}
-        self._policies: dict[tuple[int, int], Policy] = {}
         self._room = NODES
-        self._raw: dict[int, tuple[Any, ...] | None] = {}
-        if self.engine.reads_ahead:
-            for entity in (_PERMISSION, _TRIGGER, _FUNCTION, _CONTRACT):
-                self.past.table(entity)  # known before `ahead` pretends to read
-
-    def ahead(self, *acts: Callable[[], Any]) -> None:
-        """Ask in one round trip for what these will read first. They are tried on a session that has nothing, to learn what it is."""
-        if not self.engine.reads_ahead:
-            return
-        real, asked = self.session, _Asked()
-        found, raw = self.past._found, self._raw
-        self.session = self.past.session = asked  # type: ignore[assignment]
-        try:
-            for act in acts:
-                self.past._found, self._raw = dict(found), dict(raw)
-                act()
-        finally:
-            self.session = self.past.session = real
-            self.past._found, self._raw = found, raw
-        real.expect(list(asked.reads))
 
     # What may be read
 
@@ -217,44 +181,22 @@ class Ask:
             "merged_from": merged_name, "hash": None, "_branch": branch, "_principal": principal, "_merged": merged,
         }  # fmt: skip
 
-    def _stored(self, number: int, of: str = "?") -> tuple[Any, ...] | None:
-        """The facts of an execution, by its number or by a tx of it."""
-        if of == "?" and number in self._raw:
-            return self._raw[number]
+    def recorded(self, number: int) -> dict[str, Any] | None:
+        """An execution as its view has it, and the ids behind the names."""
         shown = [self.engine.portable(f"c.{name}", kind) for name, kind in _CALL]
         person = SYSTEM.by_name["principal"]
         row = self.session.one(
-            f"select x.id, x.principal, p.{person.by_name['name'].store}, p.{person.by_name['kind'].store}, x.parent, x.box, x.kind,"
+            f"select x.principal, p.{person.by_name['name'].store}, p.{person.by_name['kind'].store}, x.parent, x.box, x.kind,"
             f" {self.engine.portable('x.scope', 'json')}, x.reason, x.trace, {self.engine.portable('x.started', 'datetime')},"
             f" o.status, {self.engine.portable('o.finished', 'datetime')}, {self.engine.portable('o.result', 'json')}, b.tier, b.blueprint,"
             f" {self._named('branch', 'c.branch')}, (select max(s.n) from {self.at}ledger_step s where s.execution = x.id), {', '.join(shown)}"
             f" from {self.at}ledger_execution x left join {self.at}ledger_outcome o on o.execution = x.id"
             f" left join {self.at}ledger_call c on c.execution = x.id left join {self.at}ledger_box b on b.id = x.box"
-            f" left join {self.at}{person.store} p on p.id = x.principal where x.id = {of}",
+            f" left join {self.at}{person.store} p on p.id = x.principal where x.id = ?",
             (number,),
         )
-        if row is not None:
-            self._raw[row[0]] = row
-        return row
-
-    def _of_tx(self, number: int) -> None:
-        """Read a tx and its execution together."""
-        self.transaction(number)
-        self._stored(number, _OF_TX.format(self.at))
-
-    def _transacted(self, number: int) -> dict[str, Any] | None:
-        """A tx; its execution is known then too."""
-        row = self.transaction(number)
-        if row is not None and row["execution"] not in self._raw:
-            self._stored(number, _OF_TX.format(self.at))
-        return row
-
-    def recorded(self, number: int, tx: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """An execution as its view has it, and the ids behind the names; `tx` is one of its own that is asked about."""
-        row = self._stored(number)
         if row is None:
             return None
-        row = row[1:]
         principal, name, kind, parent, box, how, scope, reason, trace, started, status, finished, result, tier, blueprint, branch, steps = row[:17]  # fmt: skip
         call = dict(zip([name for name, _ in _CALL], row[17:], strict=True))
         self._people[principal] = (name, kind)
@@ -262,7 +204,6 @@ class Ask:
         chain = (Level(MAIN, call["state"]),)
         if call["branch"] not in (None, MAIN):
             chain = self.catalog.chain(self.session, call["branch"], call["state"])
-        self._expect(number, call, principal, parent, steps, tx)
         rows = {}
         for label, entity in (("function", _FUNCTION), ("contract", _CONTRACT), ("trigger", _TRIGGER)):
             if call[label] is not None:
@@ -274,37 +215,6 @@ class Ask:
             "_principal": principal, "_kind": kind, "_tier": tier, "_blueprint": blueprint, "_steps": steps, "_call": call, "_rows": rows,
         }  # fmt: skip
 
-    def _expect(
-        self, number: int, call: Mapping[str, Any], principal: int, parent: int | None, steps: int | None, tx: Mapping[str, Any] | None
-    ) -> None:  # fmt: skip
-        """Ask for what will be told of an execution, all together."""
-        then: Chain = (Level(MAIN, call["state"]),)
-        acts: list[Callable[[], Any]] = []
-        for label, entity in (("function", _FUNCTION), ("contract", _CONTRACT), ("trigger", _TRIGGER)):
-            if call[label] is not None and call["branch"] in (None, MAIN):
-                acts.append(partial(self._row_then, entity, call[label], then))
-        for permission in json.loads(call["permissions"] or "[]"):
-            acts.append(partial(self._row_then, _PERMISSION, permission, then))
-        if steps:
-            acts.append(partial(self._telling, number))
-        if call["cause_tx"] is not None:
-            acts.append(partial(self._of_tx, call["cause_tx"]))
-            fired = FIRED.fullmatch(call["key"] or "")
-            changed = None if fired is None else self.schema.by_name.get(fired[1])
-            if fired is not None and changed is not None and changed.kind != "ledger" and call["branch"] == MAIN:
-                self.past.table(changed)
-                row, cause = int(fired[2]), call["cause_tx"]
-                acts.append(partial(self._listed, MAIN, cause, ROWS, changed, row))
-                acts.append(partial(self.past.version, changed, row, (Level(MAIN, cause),)))
-        if OWNER not in self._people:
-            acts.append(partial(self._named_person, OWNER))
-        if parent is not None:
-            acts.append(partial(self._stored, parent))
-        if tx is not None and tx["tx"] > 1:
-            acts.append(partial(self._schema_changed, tx))
-            acts.append(lambda: load_policy(self.catalog, self.session, principal, tx["tx"] - 1, _when(tx)))
-        self.ahead(*acts)
-
     def _row_then(self, entity: Entity, number: int, chain: Chain) -> dict[str, Any] | None:
         """A row of the system's as a chain saw it, in stored form, with its version in `_tx`."""
         found = self.past.version(entity, number, chain)
@@ -314,18 +224,15 @@ class Ask:
             return None
         return {**self.past.table(entity).named(entity, found.values, number), "_tx": found.tx}
 
-    def _named_person(self, number: int) -> Any:
-        entity = SYSTEM.by_name["principal"]
-        return self.session.one(
-            f"select {entity.by_name['name'].store}, {entity.by_name['kind'].store} from {self.at}{entity.store} where id = ?",
-            (number,),
-        )
-
     def _person(self, number: int | None) -> str | None:
         if number is None:
             return None
         if number not in self._people:
-            row = self._named_person(number)
+            entity = SYSTEM.by_name["principal"]
+            row = self.session.one(
+                f"select {entity.by_name['name'].store}, {entity.by_name['kind'].store} from {self.at}{entity.store} where id = ?",
+                (number,),
+            )
             self._people[number] = ("", "") if row is None else (row[0], row[1])
         return self._people[number][0] or None
 
@@ -410,8 +317,7 @@ class Ask:
 
     def _fact(self, change: _Change, values: Mapping[str, Any], depth: int, branch: str | None = None) -> Node:
         """A fact and the tx that made it; `values` are those this principal may read."""
-        self.ahead(partial(self._of_tx, change.version.tx))
-        row = self._transacted(change.version.tx)
+        row = self.transaction(change.version.tx)
         where = branch or (row or {}).get("branch")
         data = {
             "entity": change.entity.name, "id": change.number, "branch": where, "op": OPS.get(change.op or "", None),
@@ -432,9 +338,7 @@ class Ask:
         only: tuple[Entity | None, Any] = (None, None),
     ) -> Node:  # fmt: skip
         """A tx and what led to it: its execution, what a merge carried, the file that was imported."""
-        if row is None:
-            self.ahead(partial(self._of_tx, number))
-            row = self._transacted(number)
+        row = row or self.transaction(number)
         seen = None if row is None else self._visible_tx(number, row)
         if row is None or seen is None:
             known = {"tx": number} if row is None else {"tx": number, "at": decode("datetime", row["at"])}
@@ -449,7 +353,7 @@ class Ask:
             return Node("tx", {**data, "above": True})
         self._told.add(key)
         links: list[Node] = []
-        if seen.get("execution") is not None and (ran := self.recorded(row["execution"], row)) is not None:
+        if seen.get("execution") is not None and (ran := self.recorded(row["execution"])) is not None:
             links += self._covered(ran, row, about)
             links.append(self.execution(row["execution"], depth, ran) or note("its execution may not be read"))
         if row["_merged"] is not None:
@@ -687,11 +591,11 @@ class Ask:
         """The permissions, as they were before a tx, that allowed what it wrote."""
         if not wrote:
             return []
-        moment, found = tx["tx"] - 1, dict[int, None]()
-        key = (principal, moment)
-        if key not in self._policies:
-            self._policies[key] = load_policy(self.catalog, self.session, principal, moment, _when(tx))  # fmt: skip
-        policy, schema = self._policies[key], self._schema_then(tx)
+        found = dict[int, None]()
+        governed, reshaped = self._governed(tx)
+        policy = self._policy_then(principal, governed, tx)
+        chain = self.catalog.chain(self.session, tx["_branch"], tx["tx"] if reshaped else None)
+        schema: Schema = self.catalog.schema(self.session, chain, self.epoch)
         for change in wrote:
             entity = schema.by_id.get(change.entity.id)
             if entity is None:
@@ -712,21 +616,30 @@ class Ask:
                     found[grant.id] = None
         return list(found)
 
-    def _schema_then(self, tx: Mapping[str, Any]) -> Schema:
-        """The schema a tx met: mostly the one there is."""
-        since = self._schema_changed(tx)
-        if since is None:
-            chain = self.catalog.chain(self.session, tx["_branch"])
-        else:
-            chain = self.catalog.chain(self.session, tx["_branch"], tx["tx"])
-        found: Schema = self.catalog.schema(self.session, chain, self.epoch)
-        return found
+    def _governed(self, tx: Mapping[str, Any]) -> tuple[int, bool]:
+        """The tx that last changed a permission or role before this one, and whether the schema has changed since."""
+        of = f"from {self.at}ledger_change where branch = ? and entity = {{}} and entity < 2000 and tx"
+        last = [f"(select max(tx) {of.format(SYSTEM.by_name[name].id)} < ?)" for name in GOVERNED]
+        since = [f"exists (select 1 {of.format(SYSTEM.by_name[name].id)} >= ?)" for name in SHAPING]
+        params = [
+            *(MAIN, tx["tx"]) * len(last),
+            *(MAIN, tx["tx"]) * len(since),
+            *(tx["_branch"], tx["tx"]) * len(since),
+        ]
+        row = self.session.one(f"select {', '.join(last)}, {' or '.join(since + since)}", params) or ()
+        return max((moment or 1 for moment in row[: len(last)]), default=1), bool(row[-1])
 
-    def _schema_changed(self, tx: Mapping[str, Any]) -> Any:
-        return self.session.one(
-            f"select 1 from {self.at}ledger_change where branch in (?, ?) and entity in (1, 2) and entity < 2000 and tx >= ? limit 1",
-            (MAIN, tx["_branch"], tx["tx"]),
-        )
+    def _policy_then(self, principal: int, governed: int, tx: Mapping[str, Any]) -> Policy:
+        """The permissions of a principal as a tx met them; the past does not change, so they are kept."""
+        key = ("policy then", principal, governed)
+        found: Policy | None = self.catalog._kept.get(key)
+        if found is None:
+            when: datetime = decode("datetime", tx["at"])
+            found = load_policy(self.catalog, self.session, principal, tx["tx"] - 1, when)
+            if not found.timed:
+                found = self.catalog._cached(key, lambda: found)
+        assert found is not None
+        return found
 
     # Forward
 
@@ -845,11 +758,6 @@ class Ask:
             links.append(note(f"only its first {EFFECTS} txs are told"))
         children = f"select id, null from {self.at}ledger_execution where parent = ? order by id"
         return Node("execution", data, (*links, *self._some(children, (number,), depth, "executions it started")))
-
-
-def _when(tx: Mapping[str, Any]) -> datetime:
-    found: datetime = decode("datetime", tx["at"])
-    return found
 
 
 def _row_of(key: Any) -> int | None:

@@ -101,6 +101,7 @@ class Policy:
     grants: tuple[Grant, ...]
     until: datetime | None  # when a validity interval begins or ends and this must be read again
     key: str
+    timed: bool = False  # whether the time it was read for decided anything
     _rules: dict[Any, tuple[Schema, Rules]] = field(default_factory=dict)
 
     def expired(self) -> bool:
@@ -197,7 +198,7 @@ def load_policy(
     people = {row["id"]: row for row in having("principal", "id", {principal, *granters})}
     if now is None:
         now = datetime.now(UTC) if as_of is None else catalog.time_of(session, as_of)
-    grants, edges = [], []
+    grants, edges, timed = [], [], False
 
     def me_of(number: int) -> dict[str, Any]:
         person = people.get(number, {})
@@ -215,6 +216,7 @@ def load_policy(
         holds, whose, seen = True, principal, set()
         while link is not None and holds:
             edges += [t for t in (link["valid_from"], link["valid_to"]) if t is not None and t > now]
+            timed = timed or link["valid_from"] is not None or link["valid_to"] is not None
             holds = (link["valid_from"] is None or link["valid_from"] <= now) and (
                 link["valid_to"] is None or now < link["valid_to"]
             )
@@ -237,4 +239,5 @@ def load_policy(
         ordered,
         min(edges, default=None) if as_of is None else None,
         repr((ordered, sorted(me.items(), key=str))),
+        timed,
     )

@@ -132,8 +132,6 @@ class PostgresSession:
         return self.connection.execute(sql, params)
 
     def all(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        if self.ahead and (cursor := self.ahead.pop((sql, tuple(params)), None)) is not None:
-            return cursor.fetchall()
         return self.execute(numbered(sql), params).fetchall()
 
     def one(self, sql: str, params: Sequence[Any] = ()) -> tuple[Any, ...] | None:
@@ -166,13 +164,6 @@ class PostgresSession:
             return
         for row in rows:
             self.connection.execute(numbered(self._sql), row)
-
-    def expect(self, reads: Sequence[tuple[str, Sequence[Any]]]) -> None:
-        """Ask for all of these at once; each is handed out when it is read."""
-        new = [(sql, tuple(params)) for sql, params in reads if (sql, tuple(params)) not in self.ahead]
-        if len(new) > 1:
-            with self.connection.pipeline():
-                self.ahead |= {(sql, params): self.execute(numbered(sql), params) for sql, params in new}
 
     def forget(self, store: str, number: int) -> None:
         """A row was written: what was asked for ahead is not so any more."""

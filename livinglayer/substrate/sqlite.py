@@ -204,9 +204,6 @@ class SqliteSession:
     def stream(self, sql: str, params: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         return iter(self.execute(sql, params))
 
-    def expect(self, reads: Sequence[tuple[str, Sequence[Any]]]) -> None:
-        """Nothing is read ahead here: there are no round trips to save."""
-
     def forget(self, store: str, number: int) -> None:
         """Nothing is read ahead here."""
 
