@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from .. import errors
-from ..errors import Conflict, Invalid, LayerError, NotFound
+from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
 from ..substrate.ledger import Execution, Tx, now
 from ..substrate.reads import clock
 from ..substrate.schema import OWNER
@@ -45,6 +46,7 @@ ESSENTIAL = {
 }
 ASKED = ("query", "mutation", "call", "secret", "emit", "artifact", "refusal")  # what comes through the channel
 UNJUDGED = ("me", "return", "openapi.json")  # requests that are no steps
+AT_ONCE = 64  # questions
 RECORDED = ("http", "https", "h2")  # of the network; names are looked up anew, anything else can't be recorded
 KINDS = {kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LayerError)}
 
@@ -338,6 +340,7 @@ class Again(Run):
 
     def _again_query(self, given: _Given) -> Any:
         sql, params = given.text("sql"), given.get("params")
+        self._pull(sql, params)
         want = self.expected[0].detail if self.expected and self.expected[0].kind == "query" else {}
         known = {key: want.get(key) for key in ("rows", "digest")}
         tx, first = want.get("tx"), self.draft.first_read
@@ -350,6 +353,15 @@ class Again(Run):
             if first is None:
                 self.draft.first_read = int(tx)
         return _Raw(b'{"rows":' + data + b',"tx":' + str(tx or "null").encode() + b"}")
+
+    def _pull(self, sql: str, params: Any) -> None:
+        """Questions that were asked at once come in any order: the one that is asked now comes first."""
+        for place, step in enumerate(islice(self.expected, AT_ONCE)):
+            if step.kind != "query":
+                return
+            if (sql, params) == (step.detail.get("sql"), step.detail.get("params")):
+                del self.expected[place]
+                return self.expected.appendleft(step)
 
     def _past(self, sql: str, params: Any, tx: int) -> bytes:
         """Rows as they were at a step's tx."""
@@ -600,6 +612,8 @@ def _verify(call: Call, *, execution: int) -> Any:
     bound = function.signature.bind(function.name, row["arguments"] or {})
     with _recording(layer, record) as recording:
         ran = _run(layer, run, bound, recording)
+    if isinstance(ran.error, Unavailable) or (ran.ended is None and isinstance(ran.error, LimitExceeded)):
+        raise ran.error  # there was no box: nothing was found out
     verdict = judge(layer, run, ran).plain() | {"verification": made.id}
     if ran.error is None:
         run.steps.append(("return", {"digest": digest(dumps(ran.value))}, now()))
@@ -613,8 +627,9 @@ def judge(layer: Any, run: Again, ran: _Ran) -> Verdict:
     record = run.record
     reasons = uncontrolled(layer, record, run.function)
     difference = None
-    if run.gone is not None:
-        reasons.insert(0, run.gone)
+    stopped = run.gone or _stopped(run, ran)
+    if stopped is not None:
+        reasons.insert(0, stopped)
     else:
         found = [*filter(None, (run.difference, *_rest(run)))]
         if not found:
@@ -623,9 +638,20 @@ def judge(layer: Any, run: Again, ran: _Ran) -> Verdict:
     then, base = record.detail("command", "base"), ran.ended.base if ran.ended is not None else None
     notes = ["the base of its box has changed since"] if then and base and then != base else []
     status = "differs" if difference else "not deterministic" if reasons else "reproduced"
-    if status == "not deterministic" and run.gone is None:
+    if status == "not deterministic" and stopped is None:
         notes.append("what could be compared was the same")
     return Verdict(record.id, status, None, difference, tuple(reasons), tuple(notes), len(record.steps))
+
+
+def _stopped(run: Again, ran: _Ran) -> str | None:
+    """Why there is nothing to compare: it could not be started as it was, or was ended by a limit."""
+    if run.difference is not None:
+        return None
+    if ran.ended is None and ran.error is not None and next(run.record.of("box"), None) is not None:
+        return f"it can't be started as it was: {ran.error.message}"
+    if ran.ended is not None and ran.ended.reason:
+        return f"run again it was ended by a limit ({ran.ended.reason})"
+    return None
 
 
 def _rest(run: Again) -> Iterator[Difference]:
@@ -707,6 +733,7 @@ def _fork(
     function = functions.as_it_was(layer, number, row["version"], row["branch"], row["state"])
     bound = function.signature.bind(function.name, (row["arguments"] or {}) | (arguments or {}))
     if code is not None:
+        _may_see(layer, record, function, at, asking.principal)
         functions.check(layer, row_by_id(layer, "function", number, row["branch"], row["version"]) | {"code": code})
     reason = call.reason or f"execution {record.id} from step {at} on"
     own = Asking(asking.principal, branch, record.id, contract=asking.contract, reason=reason, runner=asking.runner)
@@ -735,6 +762,20 @@ def _fork(
         "execution": made.id, "branch": None if left else branch, "status": outcome.status, "value": outcome.value, "error": error,
         "difference": None if left is None else left.plain(),
     }  # fmt: skip
+
+
+def _may_see(layer: Any, record: Record, function: Function, at: int, principal: int) -> None:
+    """Code of somebody else's gets no answers that were given with the definer's rights."""
+    if function.rights != "definer" or principal == function.definer or not any(s.n < at for s in record.of(*ASKED)):
+        return
+    with layer.engine.reading() as session:
+        if not layer._catalog.policy(session, principal, clock(layer.engine, session)[1]).sovereign():
+            raise Denied(
+                f"what {function.name} was told before step {at} it was told with the rights of its definer",
+                hint="fork at step 1, or leave its code as it is",
+                action="call",
+                resource=f"function:{function.name}",
+            )
 
 
 def _short(value: Any, most: int = 80) -> str:

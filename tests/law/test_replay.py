@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from sandbox.egress.boxes import local
 
 from livinglayer import Layer
 from livinglayer.edges.cli.main import main
-from livinglayer.errors import Invalid, LayerError, NotFound
+from livinglayer.errors import Denied, Invalid, LayerError, NotFound
+from livinglayer.law import replay as law
 from livinglayer.law.replay import Difference, Verdict, fork_at, replay, verify
 
 FILES = """
@@ -454,11 +456,57 @@ def test_code_of_ones_own_has_ones_own_rights(desk: Layer) -> None:
         ("read", "function"),
     ):
         desk.grant("ann", action, resource)
+    desk.grant("ann", "read", "ticket", where="priority > 100")
     assert desk.call("ticket.free", principal="ann") == [{"title": "hidden"}]
     number = last(desk, "ticket.free")
     code = "import layer\ndef main():\n    return layer.query('select title, note from ticket')"
     made = fork_at(desk, number, 1, "mine", code=code, principal="ann")
-    assert made["value"] in (None, []) and "hidden" not in json.dumps(made)
+    assert (made["status"], made["value"]) == ("done", [])
+    taken = "import layer\ndef main():\n    return layer.query('select title from ticket')"
+    with pytest.raises(Denied, match="rights of its definer"):
+        fork_at(desk, number, len(replay(desk, number).steps), "taken", code=taken, principal="ann")
+
+
+def test_secrets_are_those_of_the_time(desk: Layer) -> None:
+    desk.call("secret.set", name="key", value="the first value")
+    desk.call("blueprint.define", name="safe", secrets=[{"name": "key", "readable": True}])
+    code = "import layer\ndef main():\n    value = layer.secret('key')\n    print(value)\n    return len(value)"
+    define(desk, "ticket.open", code, blueprint="safe")
+    number = ran(desk, "ticket.open")
+    desk.call("secret.set", name="key", value="another")
+    assert verify(desk, number)
+    desk.call("secret.remove", name="key")
+    assert verify(desk, number)
+    kept = desk.query("select detail from step") + desk.query("select result from execution")
+    assert "the first value" not in str(kept)
+
+
+def test_questions_that_are_asked_at_once_may_come_in_any_order(desk: Layer) -> None:
+    code = """
+import layer, threading, time
+def main():
+    def ask(n):
+        time.sleep(0.002 * (int(open('/proc/sys/kernel/random/uuid').read()[:4], 16) % 5))
+        layer.query("select :n as n", n=n)
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+    [thread.start() for thread in threads] + [thread.join() for thread in threads]
+"""
+    define(desk, "ticket.it", code)
+    number = ran(desk, "ticket.it")
+    assert [str(verdict) for verdict in (verify(desk, number) for _ in range(3)) if not verdict] == []
+
+
+def test_another_base_is_told(desk: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = ran(desk, "ticket.bump", id=desk.insert("ticket", {"title": "x"}))
+    whole = law._whole
+
+    def other(*given: Any) -> law.Record:
+        record = whole(*given)
+        steps = [replace(s, detail={**s.detail, "base": "0" * 16}) if s.kind == "command" else s for s in record.steps]
+        return replace(record, steps=tuple(steps))
+
+    monkeypatch.setattr(law, "_whole", other)
+    assert str(verify(desk, number)).endswith("the base of its box has changed since")
 
 
 def test_the_command(
