@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Conflict, Denied, Invalid, LayerError
+from ..errors import Conflict, Denied, Invalid, LayerError, NotFound
 from ..sandbox.blueprint import NAME as BOX_NAME
 from ..sandbox.blueprint import TIERS, Blueprint, check_tier
 from ..sandbox.egress import rules
@@ -219,7 +219,13 @@ def create(call: Call, *, contract: str, name: str | None = None, slice: Object 
     """Open a box of a contract on a branch, with a view over a slice; it stays until it is killed or over its budget."""
     layer, asking = call.layer, call.asking
     found = load(layer, contract)
-    permissions = decide(layer, asking.principal, found, call.branch)
+    try:
+        permissions = decide(layer, asking.principal, found, call.branch)
+    except Denied as error:
+        if "contract" in layer.schema().by_name:
+            raise
+        layer._ledger.denied(call.execution, error)  # whoever may not read contracts does not learn that there is one
+        raise NotFound(f"there is no contract {contract!r}", hint="select name from contract lists them") from None
     usage.admit(layer, asking.principal, found.id, ("boxes",))
     if name is not None and not BOX_NAME.fullmatch(name):
         raise Invalid(

@@ -113,10 +113,12 @@ class Kept:
         self.run.before, self.seen, self.began = self._recorded()
         self.offset, self.ended = 0, False
         self.cpu, self.memory, self.sent, self.received, self._cpu_now = 0.0, 0.0, 0, 0, 0.0
-        self._ticked, self._why, self._pid = time.monotonic(), "", None
+        self._ticked, self._why = time.monotonic(), ""
+        self._pid = None if self.box is None else self.box.info()["pid"]
         self._remember()
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._serve, name=f"layer-box-{number}", daemon=True)
+        self.stop, self.stale = threading.Event(), False
+        acts = [self._watch_over, self._serve] if isinstance(self.run, Bound) else [self._watch_over]
+        self.threads = [threading.Thread(target=act, name=f"layer-box-{number}", daemon=True) for act in acts]
 
     def _recorded(self) -> tuple[int, float, datetime]:
         """How many steps there are, when the last one happened that the host told of, and when it all began."""
@@ -144,33 +146,65 @@ class Kept:
                 kept = json.loads(value)
                 self.memory = float(kept.get("memory") or 0)
 
-    # The thread
+    # Two threads: one answers, which may take as long as a function does; the other looks at the box meanwhile
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return any(thread.is_alive() for thread in self.threads)
 
     def _serve(self) -> None:
+        """Answer what the box asks."""
         try:
             while not self.stop.is_set() and not self.ended:
+                if self.stale:
+                    self._hang_up()
+                if self.channel is None:
+                    self._connect()
                 if self.channel is None:
                     self.stop.wait(TICK / 5)
-                else:
-                    for fd, event in self.channel.poll.poll(TICK * 1000 / 5):
-                        self.channel.turn(fd, event)
-                if time.monotonic() - self._ticked >= TICK or self.run_refused:
-                    self._tick()
+                    continue
+                for fd, event in self.channel.poll.poll(TICK * 1000 / 5):
+                    self.channel.turn(fd, event)
         except Exception as error:
             log.exception("box of execution %s", self.number, exc_info=error)
         finally:
+            self.stop.set()
             self._hang_up()
-            if not self.ended:
-                self._leave()
 
-    @property
-    def run_refused(self) -> bool:
-        return isinstance(self.run, Bound) and self.run.refused is not None
+    def _connect(self) -> None:
+        assert self.box is not None and isinstance(self.run, Bound)
+        try:
+            listener = self.box.channel()
+        except LayerError as error:  # it sleeps, or its host starts again
+            log.info("box %s: %s", self.id, error)
+            return
+        self.stale = False
+        self.channel = Channel(listener, lambda error: log.exception("channel of %s", self.id, exc_info=error))
+        self.channel.executions[self.run.token] = self.run
 
     def _hang_up(self) -> None:
         channel, self.channel = self.channel, None
         if channel is not None:
             channel.close()
+
+    def _watch_over(self) -> None:
+        """Look at the box until it has ended, or somebody else does."""
+        try:
+            while not self.stop.wait(TICK) and not self.ended:
+                try:
+                    self._tick()
+                except LayerError as error:  # the database is busy or away
+                    log.warning("box of execution %s: %s", self.number, error)
+        except Exception as error:
+            log.exception("box of execution %s", self.number, exc_info=error)
+        finally:
+            self.stop.set()
+            if not self.ended:
+                self._leave()
 
     def _leave(self) -> None:
         """Somebody else will go on."""
@@ -188,13 +222,13 @@ class Kept:
         try:
             found = self.box.info()
             self._measure(passed)
-            self._connect(found)
         except NotFound:
             return self.conclude()
-        except (Conflict, Unavailable) as error:  # it sleeps, or its host starts again
+        except (Conflict, Unavailable) as error:  # its host starts again
             log.info("box %s: %s", self.id, error)
-            self._hang_up()
             return
+        if found["pid"] != self._pid:  # it was suspended: since it goes on it has another listener
+            self.stale, self._pid = True, found["pid"]
         if not self.layer.engine.lease(f"{usage.LIVE}{self.number}", self.tending.id, contracts.LEASE, self._value()):
             self.stop.set()  # another looks after it now
             return
@@ -208,17 +242,6 @@ class Kept:
                 problem = error
         if problem is not None:
             self.end(problem)
-
-    def _connect(self, found: Mapping[str, Any]) -> None:
-        if found["pid"] != self._pid:
-            self._hang_up()  # it was suspended: when it goes on it has another listener
-            self._pid = found["pid"]
-        if self.channel is None and found["state"] != "suspended" and isinstance(self.run, Bound):
-            assert self.box is not None
-            self.channel = Channel(
-                self.box.channel(), lambda error: log.exception("channel of %s", self.id, exc_info=error)
-            )
-            self.channel.executions[self.run.token] = self.run
 
     def _measure(self, passed: float) -> None:
         assert self.box is not None
@@ -285,7 +308,6 @@ class Kept:
     def end(self, problem: LayerError) -> None:
         """Stop the box, and say why."""
         self.run.open = False
-        self._hang_up()
         assert self.box is not None
         try:
             for change in self.box.changes()[:1000]:
@@ -374,7 +396,7 @@ class Tending:
                         self.layer.engine.release(name, holder)
                 self.leads = self.layer.engine.lease(name, self.id, contracts.LEASE)
                 self._told = time.monotonic()
-            for number in [number for number, kept in self.kept.items() if not kept.thread.is_alive()]:
+            for number in [number for number, kept in self.kept.items() if not kept.alive]:
                 del self.kept[number]
             with self.layer.engine.reading() as session:
                 tx = clock(self.layer.engine, session)[0]
@@ -416,9 +438,8 @@ class Tending:
         try:
             id = _was_made(self.layer, number) or (None if found is None else str(found["id"]))
             if found is not None and found["id"] == id:
-                kept = self.kept[number] = Kept(self, number, id)
-                kept._tick()
-                kept.thread.start()
+                self.kept[number] = Kept(self, number, id)
+                self.kept[number].start()
             else:
                 _gone(self, number, id)
         except Conflict:
@@ -435,8 +456,8 @@ class Tending:
         for kept in self.kept.values():
             kept.stop.set()
         for kept in self.kept.values():
-            if kept.thread.is_alive():
-                kept.thread.join(10)
+            for thread in kept.threads:
+                thread.join(10)
         try:
             self.layer.engine.release(f"{KEEPER}{contracts.home()}", self.id)
         except LayerError:

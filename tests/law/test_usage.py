@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from law.conftest import define
+from sandbox.hosts import Host
 
 from livinglayer import Layer
 from livinglayer.errors import Denied, Invalid, LimitExceeded, NotFound
 from livinglayer.law import quotas, usage
-from livinglayer.sandbox.once import Once
+from livinglayer.sandbox.sandbox import Sandbox
 from livinglayer.substrate.ledger import now
 from livinglayer.substrate.values import datetime_text
 
@@ -191,14 +192,21 @@ def test_a_function_in_a_box_leaves_what_it_used(desk: Layer) -> None:
     assert row["cpu"] > 0 and row["wall"] > 0 and row["memory"] > 0
 
 
-def test_a_full_host_is_a_clear_refusal_that_is_recorded(desk: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_: Any) -> Once:  # what the host answers when its queue did not move in time
-        raise LimitExceeded("the host is full", hint="try again")
-
-    monkeypatch.setattr(Once, "start", full)
-    ticket = desk.insert("ticket", {"title": "a"})
-    with pytest.raises(LimitExceeded, match="the host is full"):
-        desk.call("ticket.bump", id=ticket)
-    (row,) = desk.query("select status, result from execution where function = 'ticket.bump'")
-    assert row["status"] == "failed" and row["result"]["error"]["code"] == "limit_exceeded"
-    assert desk.query("select priority from ticket") == [{"priority": 0}]
+def test_a_full_host_is_a_clear_refusal_that_is_recorded(
+    layer: Layer, own_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYER_HOST_BOXES", "1")
+    monkeypatch.setenv("LAYER_HOST_WAIT", "0.5")
+    layer.define("ticket", {"title": "text!"})
+    define(layer, "ticket.one", "def one(): return 1", timeout=2.0)  # so long it waits in line, too
+    layer.call("contract.define", name="agent", reads=["ticket"])
+    only = Sandbox.create(name="only", memory="64M", disk="64M")
+    with pytest.raises(LimitExceeded, match="full"):
+        layer.call("ticket.one")
+    with pytest.raises(LimitExceeded, match="full"):
+        layer.call("box.create", contract="agent")
+    rows = layer.query("select kind, status, result from execution where status = 'failed' order by id")
+    assert {row["kind"] for row in rows} == {"function", "contract", "verb"}
+    assert {row["result"]["error"]["code"] for row in rows} == {"limit_exceeded"}
+    only.kill()
+    assert layer.call("ticket.one") == 1
