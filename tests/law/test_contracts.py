@@ -483,3 +483,19 @@ def test_what_a_crash_leaves_between_intent_and_box_is_cleared_up(
     with pytest.raises(NotFound):
         stray.info()
     assert ask(box, "print(len(layer.query('select id from ticket')))") == "3"
+
+
+def test_a_slow_function_does_not_keep_a_box_from_its_budget(office: Layer) -> None:
+    define_function(office, "ticket.slow", "import time\ndef slow(): time.sleep(20)")
+    office.call("contract.define", {**AGENT, "name": "short", "functions": ["ticket.slow"], "budget": {"cpu": 0.5}})
+    for resource in ("contract:short", "function:ticket.slow"):
+        office.grant("ann", "call", resource)
+    box, told = make(office, contract="short")
+    box.start(["python3", "-c", "import layer\nlayer.call('ticket.slow')"])
+    wait_until(
+        lambda: office.query("select 1 as n from execution where function = 'ticket.slow'") != [], "it is called", 30
+    )
+    box.start(["python3", "-c", "while True: pass"])
+    end = outcome(office, told["execution"])
+    assert end["status"] == "failed" and "budget of 0.5 cpu" in end["result"]["error"]["message"]
+    assert office.query("select status from execution where function = 'ticket.slow'") == [{"status": "running"}]
