@@ -226,6 +226,8 @@ def arguments(trigger: Trigger, signature: Signature, told: Mapping[str, Any]) -
 def queue(layer: Any, firings: Sequence[Firing]) -> list[int]:
     """Commit what triggers ask for, each once, with one commit; the ids of those that are new."""
     ledger, made = layer._ledger, list[int]()
+    if not firings:
+        return made
     with layer.engine.reading() as session:
         taken = _taken(layer, session, firings)
     functions_of: dict[tuple[int, int], tuple[Function, list[int]]] = {}
@@ -234,9 +236,11 @@ def queue(layer: Any, firings: Sequence[Firing]) -> list[int]:
         for each in firings
         if (each.trigger.principal, each.key) not in taken
     ]
+    if not prepared:
+        return made
     try:
-        with ledger.work() if prepared else _nothing() as work:
-            taken = _taken(layer, work.session, [each for each, _ in prepared]) if prepared else set()
+        with ledger.work() as work:
+            taken = _taken(layer, work.session, firings)
             for each, execution in prepared:
                 if (each.trigger.principal, each.key) in taken:
                     continue
@@ -264,16 +268,6 @@ def _taken(layer: Any, session: Session, firings: Sequence[Firing]) -> set[tuple
         [*keys, *(each.trigger.principal for each in firings)],
     )
     return {(principal, key) for principal, key in rows}
-
-
-class _nothing:
-    """In the place of a transaction when there is nothing to write."""
-
-    def __enter__(self) -> Any:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def told_of(error: LayerError) -> dict[str, Any]:
