@@ -208,7 +208,7 @@ def fork_at(
     principal: str | None = None,
 ) -> dict[str, Any]:
     """Another course of an execution from its step `n` on, with other code or arguments, on a new branch."""
-    given = {"execution": execution, "at": n, "branch": branch, "code": code, "arguments": arguments}
+    given = {"execution": execution, "at": n, "name": branch, "code": code, "arguments": arguments}
     found: dict[str, Any] = layer.call("execution.fork", given, principal=principal)
     return found
 
@@ -719,10 +719,10 @@ def _after(layer: Any, run: Again, ran: _Ran) -> Iterator[Difference]:
 
 @verb("execution.fork", brief=False)
 def _fork(
-    call: Call, *, execution: int, at: int, branch: str, code: str | None = None, arguments: Object | None = None
+    call: Call, *, execution: int, at: int, name: str, code: str | None = None, arguments: Object | None = None
 ) -> Any:
     """Another course of an execution from a step on, with other code or arguments, on a new branch of the state of that step."""
-    layer, asking = call.layer, call.asking
+    layer, asking, branch = call.layer, call.asking, name
     record = _whole(layer, execution, asking.principal)
     row = record.row
     if not 1 <= at <= len(record.steps) + 1:

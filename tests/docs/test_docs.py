@@ -15,7 +15,18 @@ from sandbox.escape.world import load
 from sandbox.hosts import Host, wait_until
 
 from livinglayer import Layer, errors
-from livinglayer.edges.cli import boxes, contracts, functions, images, projections, secrets, usage, why, workers
+from livinglayer.edges.cli import (
+    boxes,
+    contracts,
+    functions,
+    images,
+    projections,
+    replay,
+    secrets,
+    usage,
+    why,
+    workers,
+)
 from livinglayer.edges.cli.commands import COMMANDS
 from livinglayer.sandbox.blueprint import TIERS, Blueprint, parse_size
 from livinglayer.settings import Settings
@@ -25,7 +36,7 @@ from livinglayer.substrate.permissions import ACTIONS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
-LAW = ("functions.md",)  # pages whose snippets need a layer whose functions run in boxes
+LAW = ("functions.md", "replay.md")  # pages whose snippets need a layer whose functions run in boxes
 BOXES = ("sandbox.md", "tiers.md", "threat-model-boxes.md")  # pages whose snippets need boxes, and no layer
 
 
@@ -312,7 +323,7 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 
 
 def test_every_command_that_is_named_exists() -> None:
-    parts = (boxes, images, secrets, functions, workers, why, contracts, projections, usage)
+    parts = (boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay)
     groups = {name: text for part in parts for name, text in part.GROUPS.items()}
     known = {*COMMANDS, *groups}
     named = {

@@ -56,7 +56,7 @@ def fork(layer: Layer, args: Namespace, out: Printer) -> int:
         raise Invalid("choose one of --verify and --fork-at")
     if not args.branch:
         raise Invalid("--fork-at needs the name of a new branch", hint="layer replay 2031 --fork-at 4 --branch idea")
-    given: dict[str, Any] = {"execution": args.execution, "at": args.fork_at, "branch": args.branch}
+    given: dict[str, Any] = {"execution": args.execution, "at": args.fork_at, "name": args.branch}
     if args.code:
         given["code"] = Path(args.code).read_text()
     if args.argument:
