@@ -113,6 +113,7 @@ class Kept:
         self.run.before, self.seen, self.began = self._recorded()
         self.offset, self.ended = 0, False
         self.cpu, self.memory, self.sent, self.received, self._cpu_now = 0.0, 0.0, 0, 0, 0.0
+        self._heard = {"cpu": 0.0, "sent": 0.0, "received": 0.0}
         self._ticked, self._why = time.monotonic(), ""
         self._pid = None if self.box is None else self.box.info()["pid"]
         self._remember()
@@ -253,9 +254,15 @@ class Kept:
         self.memory += float(found.get("memory") or 0) * passed
         self.sent, self.received = int(found["network"]["up"]), int(found["network"]["down"])
 
+    def spent(self) -> dict[str, Any]:
+        """What it has used so far, as far as anybody knows."""
+        return {
+            "cpu": round(max(self.cpu + self._cpu_now, self._heard["cpu"]), 6), "memory": self.memory,
+            "sent": int(max(self.sent, self._heard["sent"])), "received": int(max(self.received, self._heard["received"])),
+        }  # fmt: skip
+
     def _value(self) -> str:
-        spent = {"cpu": self.cpu + self._cpu_now, "memory": self.memory, "sent": self.sent, "received": self.received}
-        return json.dumps({"principal": self.execution.principal, "contract": self.contract, **spent})
+        return json.dumps({"principal": self.execution.principal, "contract": self.contract, **self.spent()})
 
     def _watch(self) -> None:
         """What the host saw of it since the last look, as steps."""
@@ -264,10 +271,19 @@ class Kept:
         while True:
             events, self.offset = self.box.trace_after(self.offset)
             for event in events:
-                if event["at"] > self.seen:
-                    self._note(event)
+                self._hear(event)
             if not events:
                 return
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        """What the host told counts, also of what began and ended between two looks; what is new becomes a step."""
+        if event["event"] == "network":
+            self._heard["sent"] += int(event.get("up") or 0)
+            self._heard["received"] += int(event.get("down") or 0)
+        elif event["event"] == "exec":
+            self._heard["cpu"] += float(event.get("user") or 0) + float(event.get("system") or 0)
+        if event["at"] > self.seen:
+            self._note(event)
 
     def _note(self, event: dict[str, Any]) -> None:
         self.seen, name = event["at"], event["event"]
@@ -294,9 +310,10 @@ class Kept:
     def _over(self) -> LimitExceeded | None:
         """The budget that is used up, if one is."""
         budget = {} if not isinstance(self.run, Bound) else self.run.contract.budget
+        used = self.spent()
         spent = {
             "seconds": (datetime.now(UTC) - self.began).total_seconds(), "steps": self.run.before + len(self.run.steps),
-            "cpu": self.cpu + self._cpu_now, "bytes": self.sent + self.received,
+            "cpu": used["cpu"], "bytes": used["sent"] + used["received"],
         }  # fmt: skip
         for name, amount in {"steps": STEPS, **budget}.items():
             if spent[name] > amount:
@@ -337,7 +354,7 @@ class Kept:
             status = "denied" if isinstance(problem, Denied) else "failed"
             told["error"] = {"code": problem.code, "message": problem.message, "hint": problem.hint}
         wall = (datetime.now(UTC) - self.began).total_seconds()
-        spent = (round(wall, 3), round(self.cpu + self._cpu_now, 6), self.memory, self.sent, self.received, 0, now())
+        spent = (round(wall, 3), *self.spent().values(), 0, now())
         row = ("ledger_usage", (self.number, self.execution.principal, self.contract, None, *spent))
         try:
             self.layer._ledger.conclude(self.execution, status, told, facts=[*self.run.facts(), row])
@@ -482,8 +499,7 @@ class _Ended(Kept):
             more = run_blocking(blocking_client().call(request))
             self.offset = more["offset"]
             for event in more["events"]:
-                if event["at"] > self.seen:
-                    self._note(event)
+                self._hear(event)
             if not more["events"]:
                 return
 

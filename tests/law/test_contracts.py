@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -499,3 +500,44 @@ def test_a_slow_function_does_not_keep_a_box_from_its_budget(office: Layer) -> N
     end = outcome(office, told["execution"])
     assert end["status"] == "failed" and "budget of 0.5 cpu" in end["result"]["error"]["message"]
     assert office.query("select status from execution where function = 'ticket.slow'") == [{"status": "running"}]
+
+
+def test_requests_are_steps_and_bytes_are_counted_against_the_budget(office: Layer) -> None:
+    class Large(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "200000")
+            self.end_headers()
+            self.wfile.write(b"x" * 200000)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Large) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        rule = {"host": "files.test", "protocol": "http", "resolve": f"127.0.0.1:{server.server_port}", "private": True}
+        office.call("blueprint.define", name="net", egress=[rule, "other.test"])
+        for name, budget in (("net", {"bytes": 1_000_000}), ("tight", {"bytes": 50_000})):
+            given = {**AGENT, "name": name, "blueprint": "net", "egress": [rule], "budget": budget}
+            office.call("contract.define", given)
+            office.grant("ann", "call", f"contract:{name}")
+        get = "import urllib.request; print(len(urllib.request.urlopen('http://{}.test/').read()))"
+        box, told = make(office, contract="net")
+        assert ask(box, get.format("files")) == "200000"
+        assert "Error" in ask(box, get.format("other"))  # the blueprint would let it, the contract does not
+        box.kill()
+        assert outcome(office, told["execution"])["status"] == "done"
+        steps = office.query(
+            "select detail from step where execution = :id and kind = 'network'", {"id": told["execution"]}
+        )
+        assert {(step["detail"]["host"], step["detail"]["verdict"]) for step in steps} >= {
+            ("files.test", "allow"),
+            ("other.test", "deny"),
+        }
+        (used,) = office.query("select received from usage where execution = :id", {"id": told["execution"]})
+        assert used["received"] >= 200_000
+        box, told = make(office, contract="tight")
+        box.start(["python3", "-c", get.format("files") + "; import time; time.sleep(60)"])
+        end = outcome(office, told["execution"])
+        assert end["status"] == "failed" and "budget of 50000 bytes" in end["result"]["error"]["message"]
+        server.shutdown()
