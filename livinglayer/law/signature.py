@@ -59,6 +59,8 @@ class Signature:
             raise Invalid(f"{what} has no argument {unknown[0]!r}", hint=f"it takes {takes}")
         bound: dict[str, Any] = {}
         for name, each in self.arguments.items():
+            if name not in given and each.initial is None and not each.required:
+                continue  # the code's own default holds
             value = given.get(name, each.initial)
             if value is None and each.required:
                 raise Invalid(f"{what} needs the argument {name!r}", hint=f"{name}={each.type}")

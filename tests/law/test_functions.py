@@ -286,3 +286,10 @@ def test_half_a_character_is_refused_and_hurts_nobody(desk: Layer) -> None:
     with pytest.raises(Raised, match="surrogate"):
         desk.call("ticket.half")
     assert last(desk)["status"] == "failed" and desk.verify().ok
+
+
+def test_an_argument_that_is_not_given_has_the_codes_own_default(desk: Layer) -> None:
+    signature = {"arguments": {"a": "int!", "b": "int", "c": {"type": "int", "default": 3}}}
+    define(desk, "ticket.sum", "def main(a, b=20, c=300):\n    return [a, b, c]", signature=signature)
+    assert desk.call("ticket.sum", a=1) == [1, 20, 3]
+    assert desk.call("ticket.sum", a=1, b=None, c=4) == [1, None, 4]
