@@ -199,7 +199,7 @@ class Host:
         blueprint = given if isinstance(given, Blueprint) else Blueprint.of(given)
         if secret_values:
             blueprint = blueprint.changed(secrets=tuple(secret_values))
-        _check_labels(labels or {})
+        check_labels(labels or {})
         if blueprint.tier in VIRTUAL and blueprint.base == "host":  # another kernel can't be shown this machine's files
             blueprint = blueprint.changed(base="debian")
         self._check_name(name)
@@ -783,7 +783,7 @@ class Host:
         token: str | None = None,
     ) -> list[Box]:
         """`count` boxes that begin where this one is; it goes on unharmed. With `labels` they have these, not its own."""
-        _check_labels(labels or {})
+        check_labels(labels or {})
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
             raise Invalid(f"fork count {count!r} is not between 1 and 1000")
         if names and len(names) != count:
@@ -946,7 +946,8 @@ class Host:
         self.disk.close(unmount=not staying)
 
 
-def _check_labels(labels: object) -> None:
+def check_labels(labels: object) -> None:
+    """Refuses what is not texts by name."""
     if not isinstance(labels, Mapping) or not all(
         isinstance(key, str) and isinstance(value, str) for key, value in labels.items()
     ):

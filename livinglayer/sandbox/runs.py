@@ -8,16 +8,17 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import Invalid, LayerError, LimitExceeded
+from ..errors import Invalid, LayerError, LimitExceeded, Unavailable
 from .blueprint import VIRTUAL, Blueprint, check_variable
 from .box import Box, environment
 from .changes import of_upper
 from .commands import Command, Stream, encode_exec, exec_flags
-from .host import Host
+from .host import Host, check_labels
 from .keeping import keepable
 from .layers import chain_of
 from .wire import DONE, EXIT, PAYLOAD_MAX, STARTED, STDERR, STDOUT, Kind
@@ -88,26 +89,30 @@ class Run(Stream):
     def begin(self) -> None:
         """Take the request apart; the program starts when all that belongs to it has come."""
         self._host.busy += 1
-        try:
+        with self._told():
             self._headed = "head" in self._request
             self._wanted = _size(self._request["head"]) if self._headed else self._measure()
             self._advance()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What goes wrong is the end of the request, and its caller hears of it."""
+        try:
+            yield
         except LayerError as error:
             self._fail(error)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             self._fail(Invalid(f"the request 'once' is not well formed: {error!r}"))
+        except OSError as error:
+            self._fail(Unavailable(f"the program could not be started: {error}"))
 
     def input(self, data: bytes | None) -> None:
         if self._box is not None or self._task is not None or data is None:
             return
         self._body += data
         if len(self._body) >= self._wanted:
-            try:
+            with self._told():
                 self._advance()
-            except LayerError as error:
-                self._fail(error)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                self._fail(Invalid(f"the request 'once' is not well formed: {error!r}"))
 
     def _measure(self) -> int:
         request = self._request
@@ -152,6 +157,7 @@ class Run(Stream):
             raise Invalid(f"timeout {timeout!r} is not a number of seconds")
         for key, value in (request.get("env") or {}).items():
             check_variable(key, value)
+        check_labels(request.get("labels") or {})
         for key in ("token", "snapshot"):
             if not isinstance(request.get(key), str | None):
                 raise Invalid(f"{key} is not a text")
@@ -198,8 +204,9 @@ class Run(Stream):
             self._fail(error)
         except asyncio.CancelledError:
             pass
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            self._fail(Invalid(f"the program could not be started: {error!r}"))
+        except Exception as error:  # a defect of ours: its caller must not wait for ever
+            traceback.print_exc()
+            self._fail(Unavailable(f"the program could not be started: {error!r}"))
         finally:
             self._task = None
             if box is not None and self._box is None:
@@ -321,6 +328,8 @@ class Run(Stream):
             changes = await self._host.look_at_changes(box, _changes)
         except (LayerError, OSError):
             pass
+        except Exception:  # a defect of ours: its caller must not wait for ever
+            traceback.print_exc()
         finally:
             self._task = None
         self._answer(changes)
