@@ -31,6 +31,7 @@ TIMEOUT = 60.0
 TRIES = 5  # of a call whose rows others changed meanwhile
 LARGE = 256 << 10  # bytes of a result that is stored by content
 TAPE = 4096  # bytes of a tape that its step holds itself
+TAPE_MOST = 1 << 20  # of one that is kept
 
 
 @dataclass(frozen=True)
@@ -426,10 +427,10 @@ def settle(
     """Commit what came of it: the draft, the steps, the usage and the outcome in one tx."""
     execution, ledger = run.execution, layer._ledger
     run.step("return", digest=digest(dumps(value))) if error is None else None
-    if ended is not None and run.returned is None and function.language in HARNESSED:
+    data = dumps(run.tape) if isinstance(run.tape, dict) else b""
+    if ended is not None and function.language in HARNESSED and (run.returned is None or len(data) > TAPE_MOST):
         run.steps.append(("tape", {"missing": True}, now()))  # it was ended, or ended itself
-    if run.tape:
-        data = dumps(run.tape)
+    elif len(data) > 2:
         kept = {"values": run.tape} if len(data) <= TAPE else {"content": run.store(data)}
         run.steps.append(("tape", {"digest": digest(data), **kept}, now()))
     facts = [*run.facts(), usage.fact(run, function, asking, ended, wall)]

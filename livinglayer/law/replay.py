@@ -46,7 +46,7 @@ ESSENTIAL = {
 }
 ASKED = ("query", "mutation", "call", "secret", "emit", "artifact", "refusal")  # what comes through the channel
 UNJUDGED = ("me", "return", "openapi.json")  # requests that are no steps
-AT_ONCE = 64  # questions
+AT_ONCE = 64  # steps that may have come in another order
 RECORDED = ("http", "https", "h2")  # of the network; names are looked up anew, anything else can't be recorded
 KINDS = {kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LayerError)}
 
@@ -340,28 +340,29 @@ class Again(Run):
 
     def _again_query(self, given: _Given) -> Any:
         sql, params = given.text("sql"), given.get("params")
-        self._pull(sql, params)
+        self._pull("query", {"sql": sql, "params": params})
         want = self.expected[0].detail if self.expected and self.expected[0].kind == "query" else {}
         known = {key: want.get(key) for key in ("rows", "digest")}
         tx, first = want.get("tx"), self.draft.first_read
-        if tx is None or (sql, params) != (want.get("sql"), want.get("params")):
-            step = self._same("query", {"sql": sql, "params": params, **known})
-            data = self._kept(step)
+        if (sql, params) == (want.get("sql"), want.get("params")) and not want.keys() & {"answer", "content"}:
+            data = self._past(sql, params, int(want["tx"]))
+            self._same("query", {"sql": sql, "params": params, **known})
         else:
-            data = self._past(sql, params, int(tx))
-            step = self._same("query", {"sql": sql, "params": params, **known})
-            if first is None:
-                self.draft.first_read = int(tx)
+            data = self._kept(self._same("query", {"sql": sql, "params": params, **known}))
+        if first is None:
+            self.draft.first_read = tx
         return _Raw(b'{"rows":' + data + b',"tx":' + str(tx or "null").encode() + b"}")
 
-    def _pull(self, sql: str, params: Any) -> None:
-        """Questions that were asked at once come in any order: the one that is asked now comes first."""
+    def _pull(self, kind: str, asked: Mapping[str, Any], row: tuple[str, int] | None = None) -> None:
+        """Questions, and changes of different rows, that were asked at once come in any order: this one is next."""
         for place, step in enumerate(islice(self.expected, AT_ONCE)):
-            if step.kind != "query":
+            if step.kind != kind:
                 return
-            if (sql, params) == (step.detail.get("sql"), step.detail.get("params")):
+            if all(step.detail.get(key) == value for key, value in asked.items()):
                 del self.expected[place]
                 return self.expected.appendleft(step)
+            if row is not None and row == (step.detail.get("entity"), step.detail.get("id")):
+                return
 
     def _past(self, sql: str, params: Any, tx: int) -> bytes:
         """Rows as they were at a step's tx."""
@@ -425,11 +426,14 @@ class Again(Run):
 
     def _mutation(self, do: str, entity: str, number: int | None, values: Any) -> Any:
         """Compare a change; ids of new rows are those of the record."""
-        if number is None and self.expected:
-            number = self.expected[0].detail.get("id")
+        known = {"do": do, "entity": entity, "digest": digest(dumps(values))}
+        if number is None:
+            self._pull("mutation", known)
+            number = self.expected[0].detail.get("id") if self.expected else None
+        else:
+            self._pull("mutation", {**known, "id": number}, (entity, number))
         fields = sorted(values or ()) if isinstance(values, Mapping | None) else []
-        told = {"do": do, "entity": entity, "id": number, "fields": fields, "digest": digest(dumps(values))}
-        return self._same("mutation", told).detail.get("id")
+        return self._same("mutation", {**known, "id": number, "fields": fields}).detail.get("id")
 
     def _also(self, change: Callable[[Tx], Any]) -> None:
         """What was done before the fork is done there, too."""
@@ -479,14 +483,20 @@ def content(layer: Any, digest: str | None) -> bytes | None:
 def tape_of(layer: Any, record: Record) -> dict[str, Any] | None:
     """The readings of clocks of an execution; None when they are not kept."""
     for step in record.of("tape"):
-        if "values" in step.detail:
-            return dict(step.detail["values"])
-        if "digest" in step.detail:
-            data = content(layer, step.detail.get("content"))
-            return None if data is None else dict(json.loads(data))
         if step.detail.get("missing"):
             return None
+        if "digest" in step.detail:
+            data = content(layer, step.detail.get("content"))
+            found = step.detail.get("values") if data is None else json.loads(data)
+            return found if _is_tape(found) else None
     return {}
+
+
+def _is_tape(given: Any) -> bool:
+    """What a box calls its tape may be anything."""
+    return isinstance(given, dict) and all(
+        isinstance(given.get(kind, []), list) for kind in (*ESSENTIAL["tape"], "untamed")
+    )
 
 
 def uncontrolled(layer: Any, record: Record, function: Function) -> list[str]:
@@ -506,7 +516,7 @@ def uncontrolled(layer: Any, record: Record, function: Function) -> list[str]:
         elif tape.get("overflow"):
             found.append("it read its clocks more often than is kept")
         elif tape.get("untamed"):
-            found.append(f"these clocks could not be replaced: {', '.join(tape['untamed'])}")
+            found.append(f"these clocks could not be replaced: {', '.join(map(str, tape['untamed']))}")
         if record.detail("box", "clock") is None:
             found.append("the clock that it started with is not recorded")
     if len(record.steps) >= STEPS:
@@ -713,7 +723,8 @@ def _after(layer: Any, run: Again, ran: _Ran) -> Iterator[Difference]:
     tape = tape_of(layer, record)
     if record.row["seed"] is not None and tape is not None and (run.tape or {}) != tape:
         n = next((step.n for step in record.of("tape") if "digest" in step.detail), record.steps[-1].n)
-        counts = [{kind: len(one.get(kind, ())) for kind in ESSENTIAL["tape"]} for one in (tape, run.tape or {})]
+        now_read = run.tape if _is_tape(run.tape) else {}
+        counts = [{kind: len(one.get(kind, ())) for kind in ESSENTIAL["tape"]} for one in (tape, now_read)]
         yield Difference(n, "tape", counts[0], counts[1], "readings of its clocks")
 
 

@@ -288,6 +288,18 @@ def test_what_can_not_be_deterministic_is_named_and_not_claimed(desk: Layer, cod
     assert not verdict and str(verdict).startswith("not deterministic: ")
 
 
+@pytest.mark.parametrize("tape", ['"none"', '{"wall": 7}', '{"untamed": [1]}', '{"wall": ["x"]}', "[1]"])
+def test_a_tape_that_is_none_harms_nobody(desk: Layer, tape: str) -> None:
+    code = f"""
+import layer, os
+def main():
+    body = b'{{"value": 1, "tape": {tape}}}'
+    layer._exchange("POST", "/return", body, len(body))
+    os._exit(0)
+"""
+    assert found(desk, code).status in ("differs", "not deterministic", "reproduced")
+
+
 def test_an_executable_is_compared_all_the_same(desk: Layer) -> None:
     code = "#!/bin/sh\nlayer emit seen >/dev/null\ncat /proc/sys/kernel/random/uuid\n"
     verdict = found(desk, code, language="executable")
@@ -494,6 +506,26 @@ def main():
     define(desk, "ticket.it", code)
     number = ran(desk, "ticket.it")
     assert [str(verdict) for verdict in (verify(desk, number) for _ in range(3)) if not verdict] == []
+    code = """
+const layer = require("layer");
+exports.main = async () => {
+  const seen = await Promise.all([1, 2, 3, 4, 5, 6].map((n) => layer.query("select :n as n from ticket", { n })));
+  const ids = await Promise.all([1, 2, 3, 4, 5, 6].map((n) => layer.insert("ticket", { title: String(n) })));
+  await Promise.all(ids.map((id, n) => layer.update("ticket", id, { priority: n })));
+  return [seen, ids];
+};
+"""
+    define(desk, "ticket.it", code, language="javascript")
+    number = ran(desk, "ticket.it")
+    assert [str(verdict) for verdict in (verify(desk, number) for _ in range(3)) if not verdict] == []
+
+
+def test_what_the_ledger_said_then_is_said_again(desk: Layer) -> None:
+    code = "import layer\ndef main():\n    return layer.query('select count(*) as n from execution')"
+    define(desk, "ticket.it", code, reads=["execution", "ticket"])
+    number = ran(desk, "ticket.it")
+    ran(desk, "ticket.it")
+    assert verify(desk, number)
 
 
 def test_another_base_is_told(desk: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
