@@ -37,6 +37,7 @@ HEAD, ASIDE = 32, 2  # bytes before the working directory; a flag: the code come
 INSIDE = "/opt/livinglayer"
 PATH = INSIDE.encode()
 COLLAPSE, HUGE = 25, 2 << 20  # MADV_COLLAPSE
+GATHERED = 8 << 20  # bytes
 
 
 class Program(ctypes.Structure):
@@ -117,6 +118,12 @@ def prepare() -> None:
     atexit._clear()  # what modules of ours wanted at their end is seen to by whoever ends
 
 
+def gather() -> list[bytes]:
+    """Have Python take the memory it will need in one piece, so that it can be made of large pages; what is returned must be kept."""
+    blocks = [bytes(480) for _ in range(GATHERED // 512)]
+    return blocks[:: (1 << 20) // 512 // 2]  # something in each arena of a megabyte keeps it
+
+
 def join_pages() -> None:
     """Make large pages of our memory where the kernel can: a fork copies one entry for each page."""
     libc = ctypes.PyDLL(None)
@@ -162,6 +169,7 @@ def main() -> None:
     """Serve the host until it hangs up."""
     number, library_fd, filter_fd, more = (int(text) for text in sys.argv[1:5])
     rest = sys.argv[5:]  # fds of modules, then their names
+    pieces = gather()
     for name in (*USUAL, *(MORE if more else ())):
         try:
             __import__(name)
@@ -187,6 +195,7 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     join_pages()
+    assert pieces
     serve = library.box_serve
     given = (
         number,
