@@ -474,10 +474,10 @@ class Again(Run):
         return super()._on_me(given) | {"scope": dict(self.function.writes)} | ({} if self.until is not None else then)
 
 
-def content(layer: Any, digest: str | None) -> bytes | None:
-    """What is stored under a digest of a step."""
-    found: bytes | None = None if digest is None else layer.engine.get_blob(digest)
-    return found
+def content(layer: Any, named: str | None) -> bytes | None:
+    """What is stored under a digest of a step, if it is what was stored."""
+    found: bytes | None = None if named is None else layer.engine.get_blob(named)
+    return found if found is not None and digest(found) == named else None
 
 
 def tape_of(layer: Any, record: Record) -> dict[str, Any] | None:
@@ -541,12 +541,17 @@ def _of_network(layer: Any, record: Record) -> list[str]:
             found.append(f"step {step.n} ({to}) is a connection that is not recorded")
         elif event.get("status") is None or (event["status"] >= 500 and event.get("reason")):
             found.append(f"step {step.n} ({to}) got no whole answer: {event.get('reason')}")
+    if (lost := _lost(layer, record)) is not None:
+        found.append(lost)
+    return found
+
+
+def _lost(layer: Any, record: Record) -> str | None:
     for step in record.of("tape"):
         if "network" in step.detail and content(layer, step.detail["network"]) is None:
-            found.append(
-                f"what came from the network is not kept: {step.detail.get('reason') or 'its content is gone'}"
-            )
-    return found
+            reason = step.detail.get("reason") or "the recording is gone or damaged"
+            return f"what came from the network is not kept: {reason}"
+    return None
 
 
 @contextmanager
@@ -614,7 +619,7 @@ def _verify(call: Call, *, execution: int) -> Any:
     except LayerError as error:
         reasons = (f"its code can't be had as it was: {error.message}",)
         return Verdict(record.id, "not deterministic", None, None, reasons).plain()
-    if record.detail("command", "reason"):  # to be ended by a limit again would tell nothing
+    if record.detail("command", "reason") or _lost(layer, record):  # running it would tell nothing
         return Verdict(record.id, "not deterministic", None, None, tuple(uncontrolled(layer, record, function))).plain()
     usage.admit(layer, call.asking.principal, call.asking.contract)
     layer._ledger.intend(made)

@@ -314,6 +314,16 @@ def test_a_request_that_got_no_answer_is_not_claimed(desk: Layer) -> None:
     assert not verdict and any("got no whole answer" in reason for reason in verdict.reasons)
 
 
+def test_a_recording_that_is_damaged_is_not_claimed(desk: Layer, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.call("blueprint.define", name="net", egress=[web.rule])
+    define(desk, "ticket.http", HTTP, blueprint="net")
+    number = ran(desk, "ticket.http", n=1)
+    read = desk.engine.get_blob
+    monkeypatch.setattr(desk.engine, "get_blob", lambda digest: (read(digest) or b"").replace(b"200", b"201"))
+    verdict = verify(desk, number)
+    assert verdict.status == "not deterministic" and "gone or damaged" in str(verdict)
+
+
 def test_a_past_that_was_pruned_is_not_claimed(desk: Layer) -> None:
     id = desk.insert("ticket", {"title": "x"})
     number = ran(desk, "ticket.bump", id=id)
