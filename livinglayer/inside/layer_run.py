@@ -54,6 +54,7 @@ def warm() -> None:
     import types
     import uuid
 
+    tame_datetime(datetime)
     del datetime, linecache, random, traceback, types, uuid, _sha3
 
 
@@ -209,25 +210,9 @@ class Tape:
                 setattr(time, name, MethodType(function, self))
 
     def _tame_datetime(self, module: Any) -> None:
-        """Other methods in the same classes, so that it does not matter who imported them when."""
-        utc, wall = module.timezone.utc, self.wall
-
-        def now(cls: Any, tz: Any = None) -> Any:
-            seconds, parts = divmod(wall(), 1_000_000_000)
-            return cls.fromtimestamp(seconds, tz).replace(microsecond=parts // 1000)
-
-        def utcnow(cls: Any) -> Any:
-            return now(cls, utc).replace(tzinfo=None)
-
-        def today(cls: Any) -> Any:
-            if issubclass(cls, module.datetime):
-                return now(cls)
-            return cls.fromtimestamp(wall() // 1_000_000_000)
-
-        for kind, method in ((module.date, today), (module.datetime, now), (module.datetime, utcnow)):
-            replace(kind, method.__name__, method)
-            if getattr(getattr(kind, method.__name__), "__func__", None) is not method:
-                self.untamed.append(f"datetime.{kind.__name__}.{method.__name__}")
+        global _current
+        self.untamed += tame_datetime(module)
+        _current = self
 
     def _tame_random(self, module: Any) -> None:
         plainly = module.Random.seed
@@ -245,6 +230,50 @@ class Tape:
         module._generate_time_safe = module._UuidCreate = None
         module._has_uuid_generate_time_safe = False  # Python 3.8 looks for it at first use
         module._node = self.number("node") & 0xFFFFFFFFFFFF | 1 << 40  # multicast: no network card has it
+
+
+_current: Tape | None = None  # whose time it is; None: the real one
+_untamed: list[str] | None = None  # what could not be changed, once that was tried
+
+
+def tame_datetime(module: Any) -> list[str]:
+    """Other methods in the same classes, so that it does not matter who imported them when. They tell the real time until there is a tape.
+
+    Done ahead where a process is forked for each function: making an interpreter forget what it knows of all its classes is dear.
+    """
+    global _untamed
+    if _untamed is not None:
+        return _untamed
+    utc = module.timezone.utc
+    real = {
+        (kind, name): kind.__dict__[name]
+        for kind, name in ((module.date, "today"), (module.datetime, "now"), (module.datetime, "utcnow"))
+    }
+
+    def now(cls: Any, tz: Any = None) -> Any:
+        if _current is None:
+            return real[module.datetime, "now"].__get__(None, cls)(tz)
+        seconds, parts = divmod(_current.wall(), 1_000_000_000)
+        return cls.fromtimestamp(seconds, tz).replace(microsecond=parts // 1000)
+
+    def utcnow(cls: Any) -> Any:
+        if _current is None:
+            return real[module.datetime, "utcnow"].__get__(None, cls)()
+        return now(cls, utc).replace(tzinfo=None)
+
+    def today(cls: Any) -> Any:
+        if issubclass(cls, module.datetime):
+            return now(cls)
+        if _current is None:
+            return real[module.date, "today"].__get__(None, cls)()
+        return cls.fromtimestamp(_current.wall() // 1_000_000_000)
+
+    _untamed = []
+    for kind, method in ((module.date, today), (module.datetime, now), (module.datetime, utcnow)):
+        replace(kind, method.__name__, method)
+        if getattr(getattr(kind, method.__name__), "__func__", None) is not method:
+            _untamed.append(f"datetime.{kind.__name__}.{method.__name__}")
+    return _untamed
 
 
 class Watch:

@@ -153,6 +153,8 @@ def preload(fds: dict[str, int]) -> None:
         except Exception as error:
             del sys.modules[name]
             sys.stderr.write(f"zygote: {name} is not preloaded: {error!r}\n")
+    if "layer" in sys.modules and "layer_run" in sys.modules:
+        sys.modules["layer"]._warm()
 
 
 def forget_arguments() -> None:
