@@ -380,7 +380,3 @@ def _function(
     }  # fmt: skip
     functions.check(call.layer, row)
     return call.layer.upsert("function", row, on=["name"], branch=call.branch, reason=call.reason)
-
-
-from . import contracts, quotas, reality, replay, triggers  # noqa: E402, F401  # verbs of their own: the table is whole once these are imported
-from . import projections as _projections  # noqa: E402, F401

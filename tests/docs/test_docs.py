@@ -186,6 +186,28 @@ def test_the_drawing_names_every_file_and_imports_go_down_in_it() -> None:
     assert wrong == []
 
 
+def test_the_drawing_of_the_law_names_every_file_and_imports_go_down_in_it() -> None:
+    drawing = re.search(r"^```text imports law\n(.*?)^```", PAGES["architecture.md"], re.M | re.S)
+    assert drawing
+    lines = [re.split(r"  +", line)[0].split(", ") for line in drawing[1].splitlines() if re.match(r"\w", line)]
+    height = {name: -place for place, names in enumerate(lines) for name in names}
+    files = {path.stem: path for path in (ROOT / "livinglayer" / "law").glob("*.py") if path.stem != "__init__"}
+    assert set(files) == set(height)
+    wrong = [
+        (name, other) for name, path in files.items() for other in law_imports(path) if height[other] >= height[name]
+    ]
+    assert wrong == []
+
+
+def law_imports(path: Path) -> set[str]:
+    """The modules of the law that a file of it imports when it is imported itself."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found |= {node.module} if node.module else {alias.name for alias in node.names}
+    return found
+
+
 def imported_by_box(name: str, path: Path, files: dict[str, Path]) -> set[str]:
     """The modules of the sandbox that a file of it imports when it is imported itself."""
     found: set[str] = set()
