@@ -255,15 +255,13 @@ class Tx:
         found = self._writable(entity)
         if not isinstance(values, Mapping):
             raise Invalid(f"new values of {entity!r} are a dict of fields, not {type(values).__name__}")
-        self._since(found, _id(number), since)
-        self.change(found, number, self._encoded(found, values, partial=True), expect)
+        self.change(found, _id(number), self._encoded(found, values, partial=True), expect, since=since)
         return self.number
 
     def delete(self, entity: str, number: int, expect: int | None = None, since: int | None = None) -> int:
         """Remove a row (its history stays) and what cascades from it; Conflict when something refers to it."""
         found = self._writable(entity)
-        self._since(found, _id(number), since)
-        self.remove(found, number, expect)
+        self.remove(found, _id(number), expect, since=since)
         return self.number
 
     def upsert(self, entity: str, values: Mapping[str, Any], on: Sequence[str], number: int | None = None) -> int:
@@ -279,11 +277,23 @@ class Tx:
                 hint="they tell which row is meant",
             )
         stored = self._encoded(found, values, partial=True)
-        there = self._having(found, fields, [stored[f.name] for f in fields], None)
+        there = self._known(found, fields, [stored[f.name] for f in fields])
         if there is None:
             return self.add(found, self._encoded(found, values), number, given=values.keys())
         self.change(found, there, {k: v for k, v in stored.items() if k not in {f.name for f in fields}}, None)
         return there
+
+    def _known(self, entity: Entity, fields: Sequence[Field], wanted: Sequence[Stored]) -> int | None:
+        """The first row with these values of those that may be read in these fields: no other is there to be found."""
+        rules: Rules = self.policy.rules("read", self.schema, entity, self.name)
+        if rules.everything:
+            return self._having(entity, fields, wanted, None)
+        table, names = self.work.table(entity), frozenset(f.name for f in fields)
+        for number in sorted(self._find(entity, fields, wanted, None, "")):
+            row = table.get(self.session, self.chain, number)
+            if row is not None and not rules.refusal(names, table.named(entity, row.values, number), self._follow):
+                return number
+        return None
 
     # Rows
 
@@ -391,11 +401,12 @@ class Tx:
         stored: Mapping[str, Stored],
         expect: int | None = None,
         merging: bool = False,
+        since: int | None = None,
     ) -> None:
         """Write stored values into a row."""
         table = self.work.table(entity)
         row = self._current(entity, table, number)
-        self._expected(entity, number, row, expect)
+        wrong: LayerError | None = self._unexpected(entity, number, row, expect, since)
         values = list(row.values)
         places: list[int] = []
         for name, value in stored.items():
@@ -404,11 +415,14 @@ class Tx:
                 before = table.value(f, row.values)
                 if before is not None and value != before and value not in f.options["transitions"].get(before, ()):
                     allowed = ", ".join(f.options["transitions"].get(before, ())) or "nothing"
-                    raise Invalid(
+                    wrong = wrong or Invalid(
                         f"{entity.name}.{name} can't go from {before!r} to {value!r}",
                         hint=f"from {before!r} it can go to {allowed}",
                     )
             places += table.set(f, values, value)
+        if wrong is not None:  # it speaks of the row: only to whoever may change it
+            self._authorize("update", entity, table, number, row, values, frozenset(stored))
+            raise wrong
         self.overwrite(entity, table, number, row, values, tuple(sorted(set(places))), set(stored), merging)
 
     def overwrite(
@@ -431,14 +445,17 @@ class Tx:
         self._constrain(entity, table, number, values, names)
         self._write(entity, table, number, row, values, places)
 
-    def remove(self, entity: Entity, number: int, expect: int | None = None, cascading: bool = False) -> None:
+    def remove(
+        self, entity: Entity, number: int, expect: int | None = None, cascading: bool = False, since: int | None = None
+    ) -> None:
         table = self.work.table(entity)
         if cascading and table.get(self.session, self.chain, number) is None:
             return  # another way led here before
         row = self._current(entity, table, number)
-        self._expected(entity, number, row, expect)
         if not cascading:
             self._authorize("delete", entity, table, number, row, row.values, frozenset())
+        if (wrong := self._unexpected(entity, number, row, expect, since)) is not None:
+            raise wrong
         self._write(entity, table, number, row, None, ())
         for other, f in self.schema.referring.get(entity.name, ()):
             for child in self._all_having(other, f, number):
@@ -476,25 +493,25 @@ class Tx:
         if self.branch == MAIN and self.engine.reads_ahead:
             self.work.ledger.learn(self, entity, table)
         if row is None or not self._in_slice(entity, table, number, row.values):
-            where = "" if self.branch == MAIN else f" on branch {self.name!r}"
-            raise NotFound(
-                f"there is no {entity.name}/{number}{where}", hint=f"select id from {entity.name} lists them"
-            )
+            raise self._nowhere(entity, number)
         return row
 
-    def _expected(self, entity: Entity, number: int, row: Row, expect: int | None) -> None:
-        if expect is not None and row.version != expect:
-            raise Conflict(
-                f"{entity.name}/{number} is at version {row.version}, not {expect}",
-                hint="read it again and decide anew",
-            )
+    def _nowhere(self, entity: Entity, number: int) -> NotFound:
+        """The same for a row that is not there and for one that may not be known of."""
+        where = "" if self.branch == MAIN else f" on branch {self.name!r}"
+        return NotFound(f"there is no {entity.name}/{number}{where}", hint=f"select id from {entity.name} lists them")
 
-    def _since(self, entity: Entity, number: int, tx: int | None) -> None:
-        if tx is None:
-            return
-        row = self.work.table(entity).get(self.session, self.chain, number)
-        if row is not None and tx < row.version != self.number:
-            raise Conflict(f"{entity.name}/{number} has changed since tx {tx}", hint="read it again and decide anew")
+    def _unexpected(
+        self, entity: Entity, number: int, row: Row, expect: int | None, since: int | None
+    ) -> Conflict | None:
+        """What is said when a row is not the version somebody counts on."""
+        if since is not None and since < row.version != self.number:
+            changed = f"{entity.name}/{number} has changed since tx {since}"
+        elif expect is not None and row.version != expect:
+            changed = f"{entity.name}/{number} is at version {row.version}, not {expect}"
+        else:
+            return None
+        return Conflict(changed, hint="read it again and decide anew")
 
     def _unchanged(self, entity: str, number: int, tx: int) -> None:
         """What the caller read is still so."""
@@ -572,7 +589,7 @@ class Tx:
                             frozenset(), state, self._follow
                         )
                     ):
-                        raise NotFound(f"there is no {entity.name}/{number}")
+                        raise self._nowhere(entity, number)
                     raise Denied(f"{who} may not {action} {entity.name}{'' if row is None else f'/{number}'}: {why}", hint=f"layer can {who} {action} {entity.name}",
                                  rows=[g.id for g, _ in (*rules.denies, *rules.allows)], action=action, resource=entity.name)  # fmt: skip
         if scope is not None:
@@ -1102,7 +1119,11 @@ class Ledger:
         if type(tx.work.version) is int:
             same_epoch = self.known is not None and self.known[0].version == tx.work.version
             policies = self.known[1] if same_epoch and self.known is not None else {}
-            self.known = (tx.work, {**policies, tx.execution.principal: tx.policy}, tx.schema)
+            self.known = (
+                tx.work,
+                {**policies, tx.policy.principal: tx.policy},
+                tx.schema,
+            )  # who decides may be another than who acts
 
     def ahead(self, entity: str, number: Any) -> tuple[str, tuple[Any, ...]] | None:
         """How main's row of an entity was last read: what the next write of one can ask for with its begin."""

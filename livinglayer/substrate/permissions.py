@@ -138,7 +138,7 @@ class Policy:
         denies = [g for g in speaking if g.effect == "deny" and not g.where]
         if denies:
             return False, denies
-        allows = [g for g in speaking if g.effect == "allow"]
+        allows = [g for g in speaking if g.effect == "allow" and not g.where]  # a condition is about rows
         return bool(allows), allows
 
     def outright(self, action: str, resource: str, branch: str | None = None) -> tuple[bool, list[Grant]]:
