@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import Invalid, NotFound
+from ..errors import Denied, Invalid, NotFound
 from ..sandbox.blueprint import TIERS, Blueprint, check_tier
+from ..sandbox.egress import rules
 from ..substrate.reads import clock
 from ..substrate.schema import SYSTEM
 
@@ -64,6 +65,36 @@ def row_by_id(layer: Any, entity: str, number: int, branch: str = "main", as_of:
     if not rows:
         raise NotFound(f"there is no {entity}/{number}")
     return dict(rows[0])
+
+
+def writer(layer: Any, tx: int) -> int:
+    """Whose tx wrote a version of a row; 0, which is nobody, when that is not known."""
+    with layer.engine.reading() as session:
+        row = session.one(f"select principal from {layer.engine.schema_prefix}ledger_tx where tx = ?", (tx,))
+    return 0 if row is None else int(row[0])
+
+
+def guard(layer: Any, shaped: Blueprint, *writers: int) -> None:
+    """Refuses a box that the machine is open to, unless owners wrote all that asks for it."""
+    if shaped.tier == "process":
+        what = "tier process"
+    elif shaped.mounts:
+        what = "directories of the host"
+    elif any(rule.private or rule.resolve for rule in rules.parse(shaped.egress)):
+        what = "private addresses"
+    else:
+        return
+    with layer.engine.reading() as session:
+        epoch = clock(layer.engine, session)[1]
+        for who in writers:
+            policy = layer._catalog.policy(session, who, epoch)
+            if not policy.sovereign():
+                raise Denied(
+                    f"{policy.me['name']} may not give a box {what}: only an owner may",
+                    hint="an owner writes the blueprint, and the function or contract that has it",
+                    action="use",
+                    resource=what,
+                )
 
 
 def at_least(tier: str, least: str | None) -> None:

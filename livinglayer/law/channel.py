@@ -22,6 +22,7 @@ from .signature import dumps
 BODY = 64 << 20  # bytes of one request
 HEAD = 64 << 10
 CONNECTIONS = 64
+HELD = 192 << 20  # bytes of requests and answers of one box that wait
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
            409: "Conflict", 413: "Content Too Large", 429: "Too Many Requests", 500: "Internal Server Error", 503: "Service Unavailable",
            504: "Gateway Timeout"}  # fmt: skip
@@ -46,6 +47,7 @@ class Connection:
             pass
         self.sock, self.channel = sock, channel
         self._out = bytearray()
+        self._fed = 0  # bytes of this request, also of a line of its head that has no end yet
         self._parser = httptools.HttpRequestParser(self)
         self._over = False
         self._begin()
@@ -58,6 +60,7 @@ class Connection:
 
     def on_message_begin(self) -> None:
         self._begin()
+        self._fed = 0
 
     def on_url(self, part: bytes) -> None:
         self._url += part
@@ -76,14 +79,17 @@ class Connection:
             self._problem = LimitExceeded(f"the head of a request is larger than {HEAD} bytes")
 
     def on_body(self, part: bytes) -> None:
-        if len(self._body) + len(part) > BODY:
+        if len(self._body) + len(part) > BODY or self.channel.held + len(part) > HELD:
             self._problem = LimitExceeded(f"a request is larger than {BODY} bytes", hint="send less at a time")
         else:
             self._body += part
 
     def on_message_complete(self) -> None:
+        if self._over:
+            return
         keep = self._parser.should_keep_alive()
         status, answer = self._answer()
+        self._body, self._fed = bytearray(), 0
         data = answer if isinstance(answer, bytes) else dumps(answer)
         close = b"" if keep else b"Connection: close\r\n"
         self._out += (
@@ -94,6 +100,9 @@ class Connection:
 
     def _answer(self) -> tuple[int, Any]:
         try:
+            if self._problem is None and self.channel.waiting > HELD - BODY:
+                self._over = True
+                self._problem = LimitExceeded("too many answers wait to be read", hint="read them before asking more")
             if self._problem is not None:
                 raise self._problem
             method = self._parser.get_method().decode()
@@ -116,6 +125,10 @@ class Connection:
             return False
         if not data:
             return False
+        self._fed += len(data)
+        if self._fed > 2 * BODY + HEAD or (not self._body and self._fed > HEAD + len(data)):
+            self._out.clear()
+            return False  # the parser keeps a line until its end, which may never come
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -144,6 +157,11 @@ class Connection:
     def waits(self) -> bool:
         """Whether something is still to be sent."""
         return bool(self._out)
+
+    @property
+    def listens(self) -> bool:
+        """Whether it is asked more: not while answers wait that nobody reads."""
+        return len(self._out) < 1 << 20
 
 
 def told(error: LayerError) -> dict[str, Any]:
@@ -197,6 +215,16 @@ class Channel:
             raise Invalid(f"{method} is not answered here", hint="POST a JSON object")
         return asked.answer(method, name, unquote(rest), given, body)
 
+    @property
+    def waiting(self) -> int:
+        """Bytes of answers that wait to be read."""
+        return sum(len(each._out) for each in self._connections.values())
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept for the box: its requests, and answers to them."""
+        return self.waiting + sum(len(each._body) for each in self._connections.values())
+
     def turn(self, fd: int, event: int) -> None:
         """Something happened on a descriptor of ours."""
         if fd == self.listener.fileno():
@@ -210,7 +238,8 @@ class Channel:
         if not alive and not connection.waits:
             self._drop(fd)
         else:
-            self.poll.modify(fd, select.POLLIN | (select.POLLOUT if connection.waits else 0))
+            asks = select.POLLIN if connection.listens else 0
+            self.poll.modify(fd, asks | (select.POLLOUT if connection.waits else 0))
 
     def _accept(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -21,9 +22,13 @@ from .draft import Draft
 from .signature import dumps
 
 STEPS = 10_000  # of one execution
+DEPTH = 16  # functions that call each other, one inside the other
 INLINE = 4096  # bytes of output that a step holds itself; more is stored by content
 LEDGER = frozenset(entity.name for entity in SYSTEM.entities if entity.kind == "ledger")
 TRACE = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+
+
+_inner = threading.local()  # how deep the functions that a thread runs are in each other
 
 
 def traceparent(given: str | None) -> str:
@@ -53,6 +58,7 @@ class Run:
         calls: Sequence[str] | None = (),
         readable: Collection[str] = (),
         projections: Sequence[str] | None = (),
+        voucher: int | None = None,
         atomic: bool = True,
         narrowed: bool = True,
         about: Mapping[str, Any] = {},
@@ -61,6 +67,7 @@ class Run:
         self.reads = {} if reads is None and narrowed else reads
         self.calls, self.readable, self.projections = calls, readable, projections
         self.timeless = bool(LEDGER & set(self.reads or ()))  # it may ask what can't be asked as of a moment
+        self.voucher = voucher  # who wrote down what it may do: whoever lists a projection must be let read it
         self.token = secrets.token_urlsafe(24)
         self.draft = Draft()
         self.steps: list[tuple[str, dict[str, Any], str]] = []
@@ -148,7 +155,8 @@ class Run:
 
     def _on_query(self, given: _Given) -> Any:
         sql, params, limit = given.text("sql"), given.get("params"), given.get("limit")
-        most = self.layer.settings.query_rows if limit is None else int(limit)
+        most = self.layer.settings.query_rows
+        most = most if limit is None else min(given.number("limit"), most)
         if len(self.draft):
             rows, tx = self._within(sql, params, most), None
         else:
@@ -183,6 +191,7 @@ class Run:
         rows = values if isinstance(values, list) else [values]
         if not all(isinstance(row, dict) for row in rows):
             raise Invalid(f"a row of {entity!r} is an object of its fields")
+        self._room(len(rows))
         ids = list(self.layer._ledger.reserve(len(rows)))
         self._change([partial(_insert, entity, row, number) for row, number in zip(rows, ids, strict=True)])
         for row, number in zip(rows, ids, strict=True):
@@ -213,8 +222,14 @@ class Run:
         self._mutated("upsert", entity, found[0] if found else None, values)
         return {"id": found[0] if found else None}
 
+    def _room(self, count: int) -> None:
+        """Refuses changes that there would be no steps for."""
+        if self.before + len(self.steps) + count > STEPS:
+            raise LimitExceeded(f"an execution takes at most {STEPS} steps")
+
     def _change(self, changes: Sequence[Callable[[Tx], Any]]) -> None:
         ledger = self.layer._ledger
+        self._room(len(changes))
         if self.atomic:
             self.draft.add(changes, lambda act: ledger.rehearse(self.execution, self.branch, act))
         else:
@@ -226,21 +241,29 @@ class Run:
         )
 
     def _on_call(self, given: _Given) -> Any:
-        from .verbs import call
+        from .verbs import VERBS, call
 
         name, arguments = given.text("function"), given.get("arguments") or {}
-        if self.calls is not None and name not in self.calls:
+        if name in VERBS or (self.calls is not None and name not in self.calls):
             raise Denied(f"this execution may not call {name!r}", action="call", resource=f"function:{name}")
-        outcome = call(
-            self.layer,
-            name,
-            arguments,
-            principal=self.execution.principal,
-            branch=self.branch,
-            parent=self.execution.id,
-            trace=self.execution.trace,
-            contract=(self.execution.call or {}).get("contract"),
-        )
+        self._room(1)
+        depth = getattr(_inner, "depth", 0)
+        if depth >= DEPTH:
+            raise LimitExceeded(f"functions call each other at most {DEPTH} deep", hint="a loop, or a queue of rows")
+        _inner.depth = depth + 1
+        try:
+            outcome = call(
+                self.layer,
+                name,
+                arguments,
+                principal=self.execution.principal,
+                branch=self.branch,
+                parent=self.execution.id,
+                trace=self.execution.trace,
+                contract=(self.execution.call or {}).get("contract"),
+            )
+        finally:
+            _inner.depth = depth
         data = dumps(outcome)
         with self.layer.engine.reading() as session:
             tx = clock(self.layer.engine, session)[0]
@@ -272,12 +295,13 @@ class Run:
         return {"digest": found, "bytes": len(given.body)}
 
     def _on_projection(self, given: _Given) -> Any:
-        from ..projection.query import read
+        from ..projection.query import may_read, read
 
         name, arguments = given.rest or given.text("name"), given.get("arguments") or {}
         if self.projections is not None and name not in self.projections:
             raise NotFound(f"there is no projection {name!r}")
-        rows, tx = read(self.layer, name, arguments, principal=self.deciding, branch=self.branch, granted=True)
+        granted = self.voucher is not None and may_read(self.layer, self.voucher, name, self.branch)
+        rows, tx = read(self.layer, name, arguments, principal=self.deciding, branch=self.branch, granted=granted)
         if self.draft.first_read is None:
             self.draft.first_read = tx
         data = dumps(rows)

@@ -20,7 +20,7 @@ from ..substrate.schema import MAIN
 from ..substrate.values import json_text
 from . import runners, usage
 from . import secrets as vault
-from .blueprints import row_by_id, row_of, shape
+from .blueprints import guard, row_by_id, row_of, shape, writer
 from .boxes import Program, drive
 from .executions import Run, digest, traceparent
 from .signature import Signature, dumps
@@ -139,6 +139,9 @@ def check(layer: Any, values: Mapping[str, Any]) -> None:
         for entity in declared:
             schema.get(entity)
     Scope.of({"entities": parts("writes", values.get("writes"))})
+    for called in parts("reads", values.get("reads")).get("function", {}).get("names", ()):
+        if called in VERBS:
+            raise Invalid(f"{name} can't call {called}: a function calls functions", hint="declare what it writes")
     timeout = values.get("timeout")
     if timeout is not None and not 0 < timeout <= 86_400:
         raise Invalid(f"timeout is a number of seconds up to 86,400, not {timeout!r}")
@@ -193,7 +196,7 @@ def decide(layer: Any, asking: Asking, function: Function) -> list[int]:
     """The permission rows that allow the call; Denied (or NotFound where nothing may be known) when none do."""
     with layer.engine.reading() as session:
         policy = layer._catalog.policy(session, asking.principal, clock(layer.engine, session)[1])
-        allowed, grants = policy.decide("call", f"function:{function.name}")
+        allowed, grants = policy.outright("call", f"function:{function.name}", asking.branch)
         if allowed:
             return [grant.id for grant in grants]
         by = f"permission {grants[0].id} denies it" if grants else "no permission allows it"
@@ -294,6 +297,7 @@ def capability(function: Function, branch: str) -> dict[str, Any]:
         "reads": function.reads,
         "calls": function.calls,
         "projections": function.projections,
+        "voucher": function.definer,
         "about": {"function": function.name, "version": function.version},
     }
 
@@ -338,6 +342,8 @@ def _select(run: Run, function: Function, bound: Mapping[str, Any]) -> Any:
 def prepare(layer: Any, run: Run, function: Function, bound: Mapping[str, Any], as_of: int | None = None) -> Program:
     """What is run in which box, with the secrets of now or of a moment."""
     blueprint = function.shape
+    if function.blueprint is not None:
+        guard(layer, blueprint, function.definer, writer(layer, function.blueprint["_tx"]))
     given: dict[str, Any] = {
         "name": function.name,
         "arguments": dict(bound),
@@ -346,14 +352,14 @@ def prepare(layer: Any, run: Run, function: Function, bound: Mapping[str, Any], 
     values: Mapping[str, str] = {}
     if function.blueprint is not None and (function.blueprint["secrets"] or function.blueprint["egress"]):
         values, egress, run.readable = vault.for_box(
-            layer, function.blueprint, run.deciding, branch=run.branch, as_of=as_of
+            layer, function.blueprint, run.deciding, branch=run.branch, as_of=as_of, author=function.definer
         )
         blueprint = blueprint.changed(egress=tuple(egress))
         for name in values:
             run.step("secret", name=name, use="injected")
     program = Program(
         blueprint=blueprint,
-        tenant=f"{layer.id}:{run.execution.principal}",
+        tenant=f"{layer.id}:{run.execution.principal}:{run.deciding}",
         timeout=function.timeout,
         env={"TRACEPARENT": run.execution.trace or ""},
         secrets=dict(values),

@@ -37,6 +37,7 @@ from ..substrate.permissions import Policy
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN, SYSTEM
 from ..substrate.views import history_sql
+from .blueprints import writer
 
 SECRET = SYSTEM.by_name["secret"]
 SECRET_ARGUMENTS: Mapping[str, tuple[str, ...]] = {"secret.set": ("value",)}  # recorded nowhere, hashed nowhere
@@ -610,9 +611,13 @@ def _covers(pattern: str, host: str) -> bool:
 
 
 def for_box(
-    layer: Any, blueprint: Mapping[str, Any], principal: int, session: Any = None, *, branch: str = "main", as_of: int | None = None
+    layer: Any, blueprint: Mapping[str, Any], principal: int, session: Any = None, *, branch: str = "main", as_of: int | None = None,
+    author: int | None = None,
 ) -> tuple[Opened, list[Any], frozenset[str]]:  # fmt: skip
-    """What a box of a blueprint's row is made with: values for the gateway, its egress rules, names it may read itself."""
+    """What a box of a blueprint's row is made with: values for the gateway, its egress rules, names it may read itself.
+
+    Who wrote the blueprint, and the code that runs in the box (`author`), must be let use the secrets as well.
+    """
     listed = wanted(blueprint.get("secrets"))
     egress = bind(blueprint.get("egress"), listed)
     sent = frozenset[str]().union(*(rule.secrets for rule in rules.parse(egress)))
@@ -620,9 +625,12 @@ def for_box(
     readable = frozenset(one.name for one in listed if one.readable)
     with _reading(layer, session) as held:
         opened = _open(layer, held, names, principal, branch, as_of, "injected")
-        policy = _policy(layer, held, principal)
-        for name in sorted(readable):
-            _may_use(layer, policy, name, branch)
+        asked = {principal, principal if author is None else author}
+        if listed and blueprint.get("_tx") is not None:
+            asked.add(writer(layer, blueprint["_tx"]))
+        for policy in [_policy(layer, held, who) for who in sorted(asked)] if listed else ():
+            for name in sorted({*names, *readable}):
+                _may_use(layer, policy, name, branch)
     return opened, egress, readable
 
 

@@ -44,7 +44,7 @@ class Bound(Run):
         contract = contracts.by_id(layer, (execution.call or {})["contract"])
         super().__init__(
             layer, execution, branch=branch, reads=contracts.view(layer, contract, given["slice"], branch), calls=contract.functions,
-            readable=given["readable"], projections=contract.projections, atomic=False,
+            readable=given["readable"], projections=contract.projections, voucher=contract.writer, atomic=False,
         )  # fmt: skip
         self.contract, self.terms = contract, given["terms"]
         self.token = contracts.token(layer.id, given["key"])

@@ -21,7 +21,7 @@ from ..errors import Conflict, Denied, Invalid, LayerError, NotFound
 from ..substrate.catalog import Branch
 from ..substrate.engine import Session, marks
 from ..substrate.ledger import MAIN_CHAIN, Execution, Tx
-from ..substrate.permissions import WRITES
+from ..substrate.permissions import WRITES, Policy
 from ..substrate.predicates import Env, compile_predicate
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN, SYSTEM, Entity, Schema
@@ -527,14 +527,18 @@ class Feed:
         at, result = layer.engine.schema_prefix, layer.engine.portable("o.result", "json")
         # What was refused for being a cycle never began: its end must not go round once more.
         rows = session.all(
-            f"select o.tx, o.execution, o.status, {result}, c.function from {at}ledger_outcome o join {at}ledger_call c on c.execution = o.execution"
+            f"select o.tx, o.execution, o.status, {result}, c.function, x.principal from {at}ledger_outcome o"
+            f" join {at}ledger_call c on c.execution = o.execution join {at}ledger_execution x on x.id = o.execution"
             f" where o.tx > ? and o.tx <= ? and (c.tx < o.tx or o.status = 'dead') and c.branch = ? and c.function in ({marks(len(by_function))}) order by o.tx",
             (first, last, branch.id, *by_function),
         )
-        for tx, execution, status, said, function in rows:
+        readers = {each.principal: _reads_results(layer, session, each.principal) for each in triggers}
+        for tx, execution, status, said, function, principal in rows:
             for trigger in by_function[function]:
                 if trigger.after_status in (None, status) and status != "duplicate":
                     value = json.loads(said).get("value") if said is not None and len(said) <= LARGEST else None
+                    if principal != trigger.principal and not readers[trigger.principal]:
+                        value = None  # what others were told is for whoever may read it
                     told = {
                         "execution": execution,
                         "function": trigger.after_function,
@@ -595,6 +599,16 @@ class Feed:
         return max(since, self._times[trigger.id])
 
 
+def _reads_results(layer: Any, session: Session, principal: int) -> bool:
+    """Whether a principal may read what executions gave, of everybody."""
+    epoch = clock(layer.engine, session)[1]
+    schema = layer._catalog.schema(session, MAIN_CHAIN, epoch)
+    policy = layer._catalog.policy(session, principal, epoch)
+    rules = policy.rules("read", schema, SYSTEM.by_name["execution"], "main")
+    whole = any(not where and (g.fields is None or "result" in g.fields) for g, where in rules.allows)
+    return whole and not rules.denies
+
+
 class _Moment:
     """A branch as a tx left it, to test what it changed."""
 
@@ -611,25 +625,43 @@ class _Moment:
         found = table.get(self.session, catalog.chain(self.session, self.branch, tx), number)
         return None if found is None else table.named(entity, found.values, number)
 
-    def matches(self, trigger: Trigger, entity: Entity, number: int, op: str) -> bool:
-        """Whether the change is one the trigger speaks of."""
-        if op == "u" and trigger.on_fields is not None:
-            before, after = self.row(entity, number, self.tx - 1), self.row(entity, number, self.tx)
-            for each in trigger.on_fields:
-                entity.get(each)
-            if before is not None and after is not None and all(before[f] == after[f] for f in trigger.on_fields):
-                return False
-        if trigger.predicate is None:
-            return True
-        tx = self.tx - (op == "d")
+    def seen(self, policy: Policy, entity: Entity, number: int, tx: int) -> dict[str, Any] | None:
+        """A row as a principal may read it: what it may not is null, and a row it may not is not there."""
         row = self.row(entity, number, tx)
-        policy = self.layer._catalog.policy(self.session, trigger.principal, self.epoch)
+        rules = policy.rules("read", self.schema, entity, self.branch.name)
+        if row is None or rules.everything:
+            return row
 
         def follow(name: str, other: int) -> Mapping[str, Any] | None:
             return self.row(self.schema.get(name), other, tx)
 
+        if rules.refusal(frozenset(), row, follow):
+            return None
+        return {k: v if k == "id" or not rules.refusal(frozenset({k}), row, follow) else None for k, v in row.items()}
+
+    def matches(self, trigger: Trigger, entity: Entity, number: int, op: str) -> bool:
+        """Whether the change is one the trigger speaks of, as far as whoever wrote it may read the row."""
+        policy, tx = self.layer._catalog.policy(self.session, trigger.principal, self.epoch), self.tx - (op == "d")
+        sees = policy.rules("read", self.schema, entity, self.branch.name).everything
+        if sees and trigger.predicate is None and (op != "u" or trigger.on_fields is None):
+            return True
+        row = self.seen(policy, entity, number, tx)
+        if row is None:
+            return False
+        if op == "u" and trigger.on_fields is not None:
+            before = self.seen(policy, entity, number, self.tx - 1)
+            for each in trigger.on_fields:
+                entity.get(each)
+            if before is not None and all(before[f] == row[f] for f in trigger.on_fields):
+                return False
+        if trigger.predicate is None:
+            return True
+
+        def follow(name: str, other: int) -> Mapping[str, Any] | None:
+            return self.seen(policy, self.schema.get(name), other, tx)
+
         predicate = compile_predicate(trigger.predicate, self.schema, entity)
-        return row is not None and predicate.test(Env(row, policy.me, follow)) is True
+        return predicate.test(Env(row, policy.me, follow)) is True
 
 
 def ancestry(layer: Any, session: Session, tx: int) -> tuple[list[str], str | None]:

@@ -47,10 +47,10 @@ def read(
 ) -> tuple[list[dict[str, Any]], int]:
     """Its rows for these arguments, and the last tx they show; NotFound unless the principal may read it.
 
-    `granted`: that was decided already, by what an execution says it reads.
+    `granted`: that was decided already: who wrote the function or contract that lists it may read it.
     """
     found = _find(layer, name, branch) if isinstance(name, str) else None
-    if found is None or not (granted or _may_read(layer, principal, found.name, branch)):
+    if found is None or not (granted or may_read(layer, principal, found.name, branch)):
         raise NotFound(f"there is no projection {name!r:.120}", hint="layer projection list")
     bound = bind(found, arguments or {})
     if found.uses_me:
@@ -140,7 +140,8 @@ def allowed(policy: Policy, name: str, branch: str) -> bool:
     return policy.outright("read", f"projection:{name}", branch)[0]
 
 
-def _may_read(layer: Any, principal: int, name: str, branch: str) -> bool:
+def may_read(layer: Any, principal: int, name: str, branch: str) -> bool:
+    """Whether a principal may read a projection of this name."""
     with layer.engine.reading() as session:
         policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
     return allowed(policy, name, branch)
