@@ -16,6 +16,7 @@ from ..substrate.ledger import Execution, Tx, now
 from ..substrate.narrow import canonical
 from ..substrate.reads import clock
 from ..substrate.schema import SYSTEM
+from ..substrate.values import recordable
 from . import secrets as vault
 from .channel import not_found
 from .draft import Draft
@@ -94,7 +95,7 @@ class Run:
         """The steps that are not recorded yet, as rows."""
         first, self.flushed = self.flushed, len(self.steps)
         return [
-            ("ledger_step", (self.execution.id, n, kind, dumps(detail).decode(), at))
+            ("ledger_step", (self.execution.id, n, kind, _detail(detail), at))
             for n, (kind, detail, at) in enumerate(self.steps[first : self.flushed], start=self.before + first + 1)
         ]
 
@@ -332,6 +333,15 @@ class Run:
         self.returned = {key: given.get(key) for key in ("value", "error") if given.has(key)}
         self.tape = given.get("tape")
         return {"ok": True}
+
+
+_UNKEPT = re.compile(r"\\u0000|\\ud[89a-f]|NaN|Infinity|[0-9]{300}|\[{90}")
+
+
+def _detail(detail: Mapping[str, Any]) -> str:
+    """A step's detail as both engines can keep and show it, whatever a box has put into it."""
+    text = dumps(detail).decode()
+    return dumps(recordable(detail)).decode() if _UNKEPT.search(text) else text
 
 
 def _insert(entity: str, row: Mapping[str, Any], number: int, tx: Tx) -> int:

@@ -14,7 +14,7 @@ from ..errors import Denied, Invalid, LayerError, NotFound
 from ..substrate.ledger import Execution
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
-from ..substrate.values import json_text
+from ..substrate.values import json_text, recordable
 from . import functions, runners
 from . import secrets as vault
 from .executions import traceparent
@@ -165,21 +165,12 @@ def _opened(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking) -> 
             branch = MAIN if asking.branch == "main" else layer._catalog.branch(session, asking.branch).id
         except NotFound:
             branch = None
-    text = json_text("arguments", _plain(shown))
+    text = json_text("arguments", recordable(shown))
     made.call = {
         "verb": name, "arguments": text if len(text) <= 1 << 20 else None, "branch": branch, "state": state, "contract": asking.contract,
         "trigger": asking.trigger, "cause_tx": asking.cause_tx, "attempt": asking.attempt, "key": asking.key, "runner": asking.runner,
     }  # fmt: skip
     return made
-
-
-def _plain(value: Any) -> Any:
-    """What can be recorded of arguments, whatever they were."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _refused(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking, error: LayerError) -> None:

@@ -25,7 +25,7 @@ from .permissions import Policy, Rules
 from .predicates import Env, Predicate, compile_predicate
 from .schema import MAIN, Entity, Field, Schema, dumps
 from .tables import Row, Table
-from .values import INT_MAX, Stored, datetime_text, json_text, text
+from .values import INT_MAX, Stored, datetime_text, json_text, recordable, text
 from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
@@ -785,10 +785,10 @@ class Tx:
             self.fact("ledger_call", number, *[execution.call.get(name) for name in _CALL])
         return number
 
-    def finish(self, result: Any = None, end: str | None = None, outcome: Any = None) -> int:
+    def finish(self, result: Any = None, end: str | None = None, outcome: Any = None, said: str | None = None) -> int:
         """Check what spans rows, then record the tx; returns its number.
 
-        `end` is how its execution ends with it, `outcome` what came of it.
+        `end` is how its execution ends with it, `outcome` what came of it (`said`: that, as JSON).
         """
         self.check()
         self.result = result
@@ -798,7 +798,7 @@ class Tx:
             self.intend(execution)
         end = "done" if execution.brief and end is None else end
         if end is not None:
-            said = None if outcome is None else json_text("result", outcome)
+            said = json_text("result", outcome) if said is None and outcome is not None else said
             self.fact("ledger_outcome", execution.id, end, at, said)
         for denial in work.ledger.take_denials():
             work.denials.append(denial)
@@ -858,6 +858,16 @@ def _id(number: Any) -> int:
 
 def _text(what: str, value: Any) -> str | None:
     return None if value is None else text(what, value, 100_000)
+
+
+def _said(status: str, result: Any) -> str:
+    """What came of an execution as it is kept. What can't be is no result; an error is told without it."""
+    try:
+        return json_text("result", result)
+    except LayerError:
+        if status == "done":
+            raise
+    return json_text("result", recordable(result))
 
 
 @dataclass
@@ -981,6 +991,7 @@ class Ledger:
 
         When `writes` is refused nothing is written and the execution stays open. `facts` are rows of ledger tables.
         """
+        said = None if result is None else _said(status, result)  # refused before anything is written
 
         def run(work: Work) -> int:
             tx = Tx(work, execution, branch, reason, bare=writes is None)
@@ -993,7 +1004,7 @@ class Ledger:
                 tx.facts_of(table, [values for _, values in group])
             if also is not None:
                 also(tx)
-            return tx.finish(end=status, outcome=result)
+            return tx.finish(end=status, said=said)
 
         number = int(self.submit(run))
         execution.open = False
@@ -1078,11 +1089,11 @@ class Ledger:
         details = error.details
         denial: _Denial = (
             execution.principal if genuine else None,
-            str(details.get("action") or action),
-            str(details.get("resource") or resource),
+            recordable(str(details.get("action") or action)[:1000]),
+            recordable(str(details.get("resource") or resource)[:1000]),
             False,
-            json_text("rows", list(details.get("rows") or ())),  # type: ignore[call-overload]
-            error.message[:2000],
+            json_text("rows", recordable(list(details.get("rows") or ()))),  # type: ignore[call-overload]
+            recordable(error.message[:2000]),
             execution.id if genuine else None,
             now(),
         )

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, get_args
@@ -125,6 +125,23 @@ def datetime_text(value: datetime) -> str:
 
 def _json(what: str, value: Any, limit: int) -> str:
     return text(what, json_text(what, value), limit)
+
+
+def recordable(value: Any, depth: int = 0) -> Any:
+    """What JSON of both engines can hold of a value, whatever it is: for records of what could not be done."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+    if isinstance(value, list | tuple | Mapping) and depth >= 32:
+        return "…"
+    if isinstance(value, Mapping):
+        return {recordable(str(key)): recordable(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [recordable(item, depth + 1) for item in value]
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) <= INT_MAX):
+        return value
+    if isinstance(value, float) and value == value and abs(value) < 1e300:
+        return value
+    return recordable(str(value)[:1000]) if not isinstance(value, int) else "…"
 
 
 def json_text(what: str, value: Any) -> str:

@@ -371,3 +371,60 @@ def test_requests_of_many_connections_share_one_limit(line: Any, monkeypatch: py
         flood(served, client, b"PUT /t/artifact/x HTTP/1.1\r\nContent-Length: 2000000\r\n\r\n", 1)
         flood(served, client, b"x" * 65536, 25)
     assert served.held <= 4 << 20
+
+
+HOSTILE = """
+import json, os, urllib.request
+import layer
+
+def post(name, body):
+    url = os.environ["LAYER_URL"] + "/" + name
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, data=body.encode(), method="POST")).read()
+    except urllib.error.HTTPError as error:
+        error.read()
+
+def hostile(what):
+    layer.insert("ticket", title="kept only with a result")
+    post(*what)
+    if what[0] == "return":
+        os._exit(0)
+    return 1
+"""
+
+
+SAID = [
+    ("return", '{"value": %s}' % ("[" * 200 + "]" * 200)),
+    ("return", '{"value": NaN}'),
+    ("return", '{"value": 1%s}' % ("0" * 2000)),
+    ("return", '{"value": "\\u0000"}'),
+    ("return", '{"value": "\\ud800"}'),
+    ("return", '{"value": {"\\u0000": 1}}'),
+    ("return", '{"error": {"type": "\\u0000", "message": "\\ud800 \\u0000", "traceback": ["\\u0000"]}}'),
+    ("return", '{"error": "\\u0000"}'),
+    ("return", '{"value": 1, "tape": "\\u0000 \\ud800"}'),
+    ("return", '{"value": 1, "tape": %s}' % ("[" * 900 + "]" * 900)),
+    ("emit", '{"name": "\\u0000", "data": {"\\u0000": "\\ud800"}}'),
+    ("emit", '{"name": "x", "data": %s}' % ("[" * 900 + "]" * 900)),
+    ("emit", '{"name": "x", "data": NaN}'),
+    ("query", '{"sql": "select 1 as n", "params": {"x": "\\u0000"}}'),
+    ("query", '{"sql": "select \\u0000", "params": {"\\ud800": NaN}}'),
+    ("insert", '{"entity": "\\u0000", "values": {"\\ud800": "\\u0000"}}'),
+    ("call", '{"function": "\\u0000", "arguments": {"\\ud800": NaN}}'),
+    ("projection", '{"name": "\\ud800\\u0000"}'),
+]
+
+
+def test_whatever_a_box_says_ends_as_a_recorded_outcome(desk: Layer) -> None:
+    define(desk, "ticket.hostile", HOSTILE)
+    for name, body in SAID:
+        before = len(desk.query("select id from ticket"))
+        try:
+            desk.call("ticket.hostile", what=[name, body])
+        except LayerError:
+            pass
+        [run] = desk.query("select status from execution where function = 'ticket.hostile' order by id desc limit 1")
+        assert run["status"] in ("done", "failed", "denied"), (name, body)
+        assert len(desk.query("select id from ticket")) == before + (run["status"] == "done"), (name, body)
+    assert desk.verify().problems == []
+    assert len(desk.query("select kind, detail from step")) > len(SAID)
