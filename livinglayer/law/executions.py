@@ -23,6 +23,7 @@ from .draft import Draft
 from .signature import dumps
 
 STEPS = 10_000  # of one execution
+KEPT = 1 << 30  # bytes of artifacts and answers that are kept of one execution
 DEPTH = 16  # functions that call each other, one inside the other
 INLINE = 4096  # bytes of output that a step holds itself; more is stored by content
 LEDGER = frozenset(entity.name for entity in SYSTEM.entities if entity.kind == "ledger")
@@ -74,6 +75,7 @@ class Run:
         self.steps: list[tuple[str, dict[str, Any], str]] = []
         self.flushed = 0
         self.before = 0  # steps that were recorded by whoever ran it earlier
+        self.kept = 0  # bytes of content it has asked to be kept
         self.returned: dict[str, Any] | None = None
         self.conflicted = False
         self.open = True
@@ -114,15 +116,20 @@ class Run:
             detail["content"] = self.store(data)
         self.steps.append(("output", detail, now()))
 
-    def store(self, data: bytes) -> str:
-        """Keep content that a step names; its digest."""
+    def store(self, data: bytes, asked: bool = False) -> str:
+        """Keep content that a step names; its digest. What the box `asked` for has a limit, and a step it goes with."""
+        if asked:
+            self._room(1)
+            if self.kept + len(data) > KEPT:
+                raise LimitExceeded(f"no more than {KEPT} bytes are kept of one execution", hint="keep less")
+            self.kept += len(data)
         found = digest(data)
         self.layer.engine.put_blob(found, data)
         return found
 
     def _told(self, data: bytes) -> dict[str, Any]:
         """An answer that nobody could give again later: a step holds it itself while it is short."""
-        kept = {"answer": data.decode()} if len(data) <= INLINE else {"content": self.store(data)}
+        kept = {"answer": data.decode()} if len(data) <= INLINE else {"content": self.store(data, asked=True)}
         return {"digest": digest(data), **kept}
 
     # What the box asks
@@ -291,7 +298,7 @@ class Run:
         name = given.rest or given.text("name")
         if name.startswith("/") or ".." in name.split("/") or "\0" in name or len(name) > 1000:
             raise Invalid(f"{name!r} is not a name for an artifact", hint="a relative path")
-        found = self.store(given.body)
+        found = self.store(given.body, asked=True)
         self.step("artifact", name=name, digest=found, content=found, bytes=len(given.body))
         return {"digest": found, "bytes": len(given.body)}
 

@@ -66,6 +66,8 @@ _LIMITS = {
     apsw.SQLITE_LIMIT_FUNCTION_ARG: 100, apsw.SQLITE_LIMIT_VARIABLE_NUMBER: 2000,
 }  # fmt: skip
 
+_WITHIN = {kind: _LIMITS[kind] for kind in (apsw.SQLITE_LIMIT_LENGTH, apsw.SQLITE_LIMIT_EXPR_DEPTH, apsw.SQLITE_LIMIT_COMPOUND_SELECT)}  # fmt: skip
+
 
 def _stored(sql: str) -> str:
     """A statement as sqlite_schema keeps it: only its first words are made upper case."""
@@ -348,9 +350,13 @@ class SqliteEngine:
         branch = tx.work.catalog.branch(tx.session, tx.name)
         source = Source(tx.work.catalog, tx.session, branch, None, tx.policy, tx.work.version, narrow)
         reader = Reader(self._writer, source)
+        reader.most = self.settings.query_bytes // 4
+        wide = {kind: self._writer.limit(kind, most) for kind, most in _WITHIN.items()}
         try:
             return as_dicts(*reader.answer(sql, params, deadline, limit))
         finally:
+            for kind, before in wide.items():
+                self._writer.limit(kind, before)
             reader.unbind()
 
     def close(self) -> None:
@@ -622,6 +628,7 @@ class Reader:
         self.denied: str | None = None  # the table a statement reached for
         self.changing = False  # whether it would have done more than read
         self.exact_sum = False
+        self.most: int | None = None  # bytes of an answer, where no process of its own limits it
         self.shapes: dict[str, tuple[list[str], list[tuple[int, str]]]] = {}  # columns of statements that ran before
         self.tables = {name.lower() for (name,) in connection.execute("select name from main.sqlite_schema")}
         self.connection.authorizer = self._authorize
@@ -794,7 +801,7 @@ class Reader:
                 shape = shaped(sql, [(d[0], d[1]) for d in described], self.source)
                 if len(self.shapes) < 1000:
                     self.shapes[sql] = shape
-            rows = list(islice(cursor, limit + 1))
+            rows = list(islice(cursor, limit + 1)) if self.most is None else self._measured(islice(cursor, limit + 1))
             if len(rows) > limit:
                 cursor.close(True)
                 raise LimitExceeded(
@@ -838,6 +845,16 @@ class Reader:
                 raise
         except apsw.Error as error:
             raise self._refusal(str(error)) from None
+
+    def _measured(self, rows: Iterator[Any]) -> list[Any]:
+        """The rows, as long as they are no more bytes than an answer may have."""
+        found, size = [], 0
+        for row in rows:
+            size += sum(len(v) if isinstance(v, str | bytes) else 8 for v in row)
+            if self.most is not None and size > self.most:
+                raise LimitExceeded(f"the answer is larger than {self.most} bytes", hint="ask for less at a time")
+            found.append(row)
+        return found
 
     def _refusal(self, text: str) -> LayerError:
         """SQLite's complaint without our inner names."""

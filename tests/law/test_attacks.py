@@ -294,6 +294,30 @@ def test_a_box_asks_for_no_more_rows_than_there_may_be(shop: Layer) -> None:
             ask(run, "query", sql="select * from salary", limit=wrong)
 
 
+def test_what_one_execution_keeps_has_a_limit(shop: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executions, "KEPT", 10_000)
+    run = run_of(shop, "owner")
+    run.answer("PUT", "artifact", "a", {}, b"x" * 9000)
+    with pytest.raises(LimitExceeded):
+        run.answer("PUT", "artifact", "b", {}, b"y" * 9000)
+    run.steps += [("emit", {}, executions.now())] * STEPS
+    with pytest.raises(LimitExceeded):
+        run.answer("PUT", "artifact", "c", {}, b"z")
+
+
+def test_queries_that_see_a_draft_have_the_limits_of_others(shop: Layer) -> None:
+    """On SQLite they run in this process, which others' memory is in."""
+    run = run_of(shop, "owner", reads={"salary": {}}, writes={"salary": {}})
+    ask(run, "insert", entity="salary", values={"person": "x"})
+    big = "repeat('x', 30000000)" if shop.engine.dialect == "postgres" else "printf('%.*c', 30000000, 'x')"
+    many = f"with recursive c(n) as (select 1 union all select n + 1 from c where n < 50) select {big} as x, n from c"
+    attacks = [many] if shop.engine.dialect == "postgres" else [many, "select printf('%.*c', 400000000, 'x') as x"]
+    for sql in attacks:
+        with pytest.raises(LayerError):
+            ask(run, "query", sql=sql)
+    assert b"x" in ask(run, "query", sql="select person from salary")
+
+
 def test_a_function_that_calls_itself_ends(desk: Layer, boxes: Host) -> None:
     code = "import layer\ndef dig(n):\n    return layer.call('ticket.dig', n=n + 1)"
     define(desk, "ticket.dig", code, calls=["ticket.dig"])
