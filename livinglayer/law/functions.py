@@ -335,7 +335,8 @@ def act(
 
 
 def _select(run: Run, function: Function, bound: Mapping[str, Any]) -> Any:
-    answer = json.loads(run.answer("POST", "query", "", {"sql": function.code, "params": dict(bound)}, b""))
+    params = {name: bound.get(name) for name in function.signature.arguments or bound}  # what is not given is null
+    answer = json.loads(run.answer("POST", "query", "", {"sql": function.code, "params": params}, b""))
     return answer["rows"]
 
 

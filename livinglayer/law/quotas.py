@@ -47,7 +47,7 @@ def set_(
 
 @verb("quota.remove")
 def remove(call: Call, *, id: int) -> Any:
-    """Take a quota away."""
+    """Take a quota away; what was used stays recorded."""
     return call.layer.delete("quota", id, reason=call.reason)
 
 

@@ -14,6 +14,7 @@ from sandbox.hosts import Host
 import livinglayer
 from livinglayer import Layer
 from livinglayer.errors import Denied, LayerError, NotFound
+from livinglayer.law import tending
 from livinglayer.sandbox import Sandbox
 from livinglayer.substrate.ledger import Execution, Scope
 from livinglayer.substrate.schema import OWNER
@@ -75,6 +76,7 @@ def test_law_4_history_is_data(desk: Layer) -> None:
 
 
 def test_law_5_fork_is_one_operation_over_state_and_boxes(desk: Layer) -> None:
+    tending.of(desk).look()  # we look after boxes ourselves
     with Sandbox.create(name="mother") as box:
         box.files.write("/home/user/work.txt", "mine")
         id = desk.insert("ticket", {"title": "t"})
@@ -88,6 +90,7 @@ def test_law_5_fork_is_one_operation_over_state_and_boxes(desk: Layer) -> None:
                 forked.kill()
         desk.update("ticket", id, {"priority": 5}, branch="idea")
         assert desk.query("select priority from ticket") == [{"priority": 0}]
+        tending.of(desk).close()
         assert desk.query("select parent, branch from lineage where branch = 'idea'") == [
             {"parent": box.id, "branch": "idea"}
         ]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from livinglayer.edges.cli.commands import acting, arg, command
 from livinglayer.edges.cli.table import Printer
 from livinglayer.errors import Invalid, NotFound
-from livinglayer.law import tending
 
 if TYPE_CHECKING:
     from livinglayer import Layer
@@ -45,7 +44,7 @@ def define(layer: Layer, args: Namespace, out: Printer) -> None:
 
 @command("contract list", flags="as branch")
 def list_(layer: Layer, args: Namespace, out: Printer) -> None:
-    """List the contracts."""
+    """The contracts there are, and what each may see and do."""
     sql = (
         "select c.name, b.name as blueprint, c.minimum_tier, c.functions, c.projections, c.budget, c.description"
         " from contract c left join blueprint b on b.id = c.blueprint order by c.name"
@@ -85,6 +84,8 @@ def remove(layer: Layer, args: Namespace, out: Printer) -> None:
 )  # fmt: skip
 def keep(layer: Layer, args: Namespace, out: Printer) -> None:
     """Answer for the boxes of contracts until there is none; started on demand where no `layer worker` runs."""
+    from livinglayer.law import tending
+
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from livinglayer.edges.cli.commands import acting, arg, command, reading
 from livinglayer.edges.cli.table import Printer
 from livinglayer.errors import Invalid, NotFound
-from livinglayer.law.signature import Signature
-from livinglayer.projection.query import readable
 
 if TYPE_CHECKING:
     from livinglayer import Layer
@@ -57,6 +55,8 @@ def define(layer: Layer, args: Namespace, out: Printer) -> None:
 @command("projection list", flags="as branch")
 def list_(layer: Layer, args: Namespace, out: Printer) -> None:
     """List the projections that may be read."""
+    from livinglayer.projection.query import readable
+
     rows = readable(layer, layer._acting(acting(args)), args.branch or "main")
     out.rows(
         rows if out.json else [{k: row[k] for k in ("name", "parameters", "description")} for row in rows],
@@ -72,6 +72,9 @@ def list_(layer: Layer, args: Namespace, out: Printer) -> None:
 )
 def read(layer: Layer, args: Namespace, out: Printer) -> None:
     """Show the rows of a projection."""
+    from livinglayer.law.signature import Signature
+    from livinglayer.projection.query import readable
+
     words = {}
     for word in args.argument:
         name, equals, text = word.partition("=")

@@ -11,7 +11,6 @@ from livinglayer.edges.cli.boxes import seconds
 from livinglayer.edges.cli.commands import acting, arg, command, moment
 from livinglayer.edges.cli.table import Printer
 from livinglayer.errors import Invalid
-from livinglayer.law import quotas, usage
 
 if TYPE_CHECKING:
     from livinglayer import Layer
@@ -39,6 +38,8 @@ def since(word: str | None) -> datetime | None:
 )
 def usage_(layer: Layer, args: Namespace, out: Printer) -> None:
     """Show what executions used: how many, seconds of CPU, byte-seconds of memory, bytes of network."""
+    from livinglayer.law import usage
+
     rows = usage.totals(layer, args.by, since(args.since), acting(args))
     if not out.json:
         rows = [
@@ -50,7 +51,7 @@ def usage_(layer: Layer, args: Namespace, out: Printer) -> None:
 
 @command(
     "quota set",
-    arg("resource", choices=tuple(usage.RESOURCES)),
+    arg("resource", choices=("executions", "cpu", "memory", "bytes", "boxes")),
     arg("amount", type=float, help="how much: a number, seconds of CPU, byte-seconds, bytes"),
     arg("window", metavar="SPAN", help="in any span so long: 60, 15m, 1h, 1d"),
     arg("--of", metavar="WHO", help="a principal; or a role: then each of its holders has this much"),
@@ -72,12 +73,14 @@ def set_(layer: Layer, args: Namespace, out: Printer) -> None:
 @command("quota list", flags="as")
 def list_(layer: Layer, args: Namespace, out: Printer) -> None:
     """List the quotas, with what counts against each now."""
+    from livinglayer.law import quotas
+
     out.rows(quotas.listed(layer, acting(args)), noun="quota")
 
 
 @command("quota remove", arg("id", type=int, help="from `layer quota list`"), flags="as reason")
 def remove(layer: Layer, args: Namespace, out: Printer) -> None:
-    """Take a quota away."""
+    """Take a quota away; what was used stays recorded."""
     layer.call("quota.remove", id=args.id, principal=acting(args), reason=args.reason)
     out.say(f"Removed quota {args.id}")
     out.data({"removed": args.id})

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from livinglayer.edges.cli.commands import acting, arg, command, moment
 from livinglayer.edges.cli.table import DIM, Printer, counted, escape
 from livinglayer.errors import Invalid, Unavailable
-from livinglayer.law import exports
 
 if TYPE_CHECKING:
     from livinglayer import Layer
@@ -67,6 +66,8 @@ def painted(line: str, out: Printer) -> str:
 )
 def export(layer: Layer, args: Namespace, out: Printer) -> None:
     """Write the executions of a trace, or what led to something, as OpenTelemetry, PROV or CloudEvents."""
+    from livinglayer.law import exports
+
     chosen = [name for name in ("otlp", "prov", "cloudevents") if getattr(args, name) is not None]
     if len(chosen) != 1:
         raise Invalid("choose one of --otlp, --prov and --cloudevents", hint="layer trace export 2031 --otlp -")

@@ -14,7 +14,6 @@ from livinglayer.edges.cli.commands import acting, arg, command, pairs
 from livinglayer.edges.cli.commands import seconds as to_the_second
 from livinglayer.edges.cli.table import Printer, escape, plain
 from livinglayer.errors import Invalid
-from livinglayer.law.schedule import parse
 
 if TYPE_CHECKING:
     from livinglayer import Layer
@@ -96,6 +95,8 @@ def _call(layer: Layer, verb: str, given: dict[str, Any], args: Namespace) -> An
 @command("trigger list", flags="as branch")
 def list_(layer: Layer, args: Namespace, out: Printer) -> None:
     """The triggers there are, and when those with a schedule fire next."""
+    from livinglayer.law.schedule import parse
+
     rows = layer.query(
         "select name, function, coalesce(on_entity, schedule, after_function) as cause, on_entity, on_actions, predicate, on_fields, schedule,"
         " after_function, after_status, arguments, branch, enabled, retries, description from trigger order by name",
