@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import Denied, Invalid, NotFound
 from ..sandbox.blueprint import TIERS, Blueprint, check_tier
 from ..sandbox.egress import rules
+from ..substrate.past import definer
 from ..substrate.reads import clock
 from ..substrate.schema import SYSTEM
 
@@ -67,11 +68,11 @@ def row_by_id(layer: Any, entity: str, number: int, branch: str = "main", as_of:
     return dict(rows[0])
 
 
-def writer(layer: Any, tx: int) -> int:
-    """Whose tx wrote a version of a row; 0, which is nobody, when that is not known."""
+def definer_of(layer: Any, entity: str, row: Mapping[str, Any], branch: str = "main") -> int:
+    """With whose rights a row of a system entity acts."""
     with layer.engine.reading() as session:
-        row = session.one(f"select principal from {layer.engine.schema_prefix}ledger_tx where tx = ?", (tx,))
-    return 0 if row is None else int(row[0])
+        epoch = clock(layer.engine, session)[1]
+        return definer(layer._catalog, session, epoch, SYSTEM.by_name[entity], row, branch)
 
 
 def guard(layer: Any, shaped: Blueprint, *writers: int) -> None:

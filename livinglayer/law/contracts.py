@@ -32,7 +32,7 @@ from ..substrate.schema import MAIN
 from ..substrate.values import json_text
 from . import functions, usage
 from . import secrets as vault
-from .blueprints import guard, row_by_id, row_of, shape, writer
+from .blueprints import definer_of, guard, row_by_id, row_of, shape
 from .executions import traceparent
 from .verbs import Call, Items, Object, verb
 
@@ -60,7 +60,7 @@ class Contract:
     egress: tuple[Any, ...]
     secrets: tuple[Any, ...]
     terms: str  # a digest of what its boxes go by
-    writer: int  # the principal whose tx wrote it last
+    writer: int  # the principal who gave it what it says
 
 
 def load(layer: Any, name: str) -> Contract:
@@ -85,7 +85,7 @@ def _contract(layer: Any, row: Mapping[str, Any]) -> Contract:
     return Contract(
         row["id"], row["name"], row["_tx"], functions.parts("reads", row["reads"]), functions.parts("scope", row["scope"]),
         tuple(row["functions"] or ()), tuple(row["projections"] or ()), blueprint, row["budget"] or {},
-        max(wanted, least, key=TIERS.index), egress(row, blueprint), lent(row, blueprint), terms(row), writer(layer, row["_tx"]),
+        max(wanted, least, key=TIERS.index), egress(row, blueprint), lent(row, blueprint), terms(row), definer_of(layer, "contract", row),
     )  # fmt: skip
 
 
@@ -307,7 +307,7 @@ class Making:
             if contract.blueprint is None
             else shape({**contract.blueprint, "tier": contract.tier, "egress": given})
         )
-        wrote = () if contract.blueprint is None else (writer(layer, contract.blueprint["_tx"]),)
+        wrote = () if contract.blueprint is None else (definer_of(layer, "blueprint", contract.blueprint),)
         guard(layer, shaped.changed(tier=contract.tier), contract.writer, *wrote)
         # At tier process a file has no place that is the same in every box.
         self.sliced = bool((contract.blueprint or {}).get("slice")) and contract.tier != "process"

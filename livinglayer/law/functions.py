@@ -15,12 +15,13 @@ from typing import Any
 from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound, TimedOut
 from ..sandbox.blueprint import Blueprint
 from ..substrate.ledger import MAIN_CHAIN, Execution, Scope, Tx, now
+from ..substrate.past import definer
 from ..substrate.reads import clock
-from ..substrate.schema import MAIN
+from ..substrate.schema import MAIN, SYSTEM
 from ..substrate.values import json_text
 from . import runners, usage
 from . import secrets as vault
-from .blueprints import guard, row_by_id, row_of, shape, writer
+from .blueprints import definer_of, guard, row_by_id, row_of, shape
 from .boxes import Program, drive
 from .executions import Run, digest, traceparent
 from .signature import Signature, dumps
@@ -96,10 +97,9 @@ def as_it_was(layer: Any, number: int, version: int, branch: str, state: int) ->
 def _known(layer: Any, row: Mapping[str, Any], branch: str, as_of: int | None) -> Function:
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
-        at = layer.engine.schema_prefix
 
         def make() -> Function:
-            found = session.one(f"select principal from {at}ledger_tx where tx = ?", (row["_tx"],))
+            wrote = definer(layer._catalog, session, epoch, SYSTEM.by_name["function"], row, branch)
             blueprint = (
                 None if row["blueprint"] is None else row_by_id(layer, "blueprint", row["blueprint"], branch, as_of)
             )
@@ -110,7 +110,7 @@ def _known(layer: Any, row: Mapping[str, Any], branch: str, as_of: int | None) -
                 row["id"], row["name"], row["_tx"], row["language"], row["code"] or "", Signature.of(row["name"], row["signature"]),
                 blueprint, declared, parts("writes", row["writes"]), tuple(calls), tuple(shown),
                 row["timeout"] or TIMEOUT, row["rights"] or "caller", row["retries"],
-                row["deterministic"] is not False, found[0] if found else 0,
+                row["deterministic"] is not False, wrote,
             )  # fmt: skip
 
         if as_of is not None or branch != "main":
@@ -197,6 +197,13 @@ def decide(layer: Any, asking: Asking, function: Function) -> list[int]:
     with layer.engine.reading() as session:
         policy = layer._catalog.policy(session, asking.principal, clock(layer.engine, session)[1])
         allowed, grants = policy.outright("call", f"function:{function.name}", asking.branch)
+        if allowed and function.rights == "definer" and not function.definer:
+            raise Denied(
+                f"{function.name} was written by several, so it has nobody's rights",
+                hint="remove it and define it anew; whoever does gives it theirs",
+                action="call",
+                resource=f"function:{function.name}",
+            )
         if allowed:
             return [grant.id for grant in grants]
         by = f"permission {grants[0].id} denies it" if grants else "no permission allows it"
@@ -344,7 +351,7 @@ def prepare(layer: Any, run: Run, function: Function, bound: Mapping[str, Any], 
     """What is run in which box, with the secrets of now or of a moment."""
     blueprint = function.shape
     if function.blueprint is not None:
-        guard(layer, blueprint, function.definer, writer(layer, function.blueprint["_tx"]))
+        guard(layer, blueprint, function.definer, definer_of(layer, "blueprint", function.blueprint, run.branch))
     given: dict[str, Any] = {
         "name": function.name,
         "arguments": dict(bound),

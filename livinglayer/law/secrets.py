@@ -37,7 +37,7 @@ from ..substrate.permissions import Policy
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN, SYSTEM
 from ..substrate.views import history_sql
-from .blueprints import writer
+from .blueprints import definer_of
 
 SECRET = SYSTEM.by_name["secret"]
 SECRET_ARGUMENTS: Mapping[str, tuple[str, ...]] = {"secret.set": ("value",)}  # recorded nowhere, hashed nowhere
@@ -627,7 +627,7 @@ def for_box(
         opened = _open(layer, held, names, principal, branch, as_of, "injected")
         asked = {principal, principal if author is None else author}
         if listed and blueprint.get("_tx") is not None:
-            asked.add(writer(layer, blueprint["_tx"]))
+            asked.add(definer_of(layer, "blueprint", blueprint, branch))
         for policy in [_policy(layer, held, who) for who in sorted(asked)] if listed else ():
             for name in sorted({*names, *readable}):
                 _may_use(layer, policy, name, branch)

@@ -21,6 +21,7 @@ from ..errors import Conflict, Denied, Invalid, LayerError, NotFound
 from ..substrate.catalog import Branch
 from ..substrate.engine import Session, marks
 from ..substrate.ledger import MAIN_CHAIN, Execution, Tx
+from ..substrate.past import definer
 from ..substrate.permissions import WRITES, Policy
 from ..substrate.predicates import Env, compile_predicate
 from ..substrate.reads import clock
@@ -100,12 +101,12 @@ def known(layer: Any, session: Session, as_of: int | None = None) -> list[Trigge
     epoch = clock(layer.engine, session)[1]
 
     def make() -> list[Trigger]:
-        at, found = layer.engine.schema_prefix, []
+        found = []
         for row in layer._catalog.rows(session, SYSTEM.by_name["trigger"], layer._catalog.chain(session, MAIN, as_of)):
-            wrote = session.one(f"select principal from {at}ledger_tx where tx = ?", (row["_tx"],))
+            wrote = definer(layer._catalog, session, epoch, SYSTEM.by_name["trigger"], row)
             given = {each.name: row[each.name] for each in fields(Trigger) if each.name in row}
             given |= {"branch": row["branch"] or "main", "enabled": row["enabled"] is not False, "wrong": _wrong(row)}
-            found.append(Trigger(**given, version=row["_tx"], principal=wrote[0] if wrote else 0))
+            found.append(Trigger(**given, version=row["_tx"], principal=wrote))
         return found
 
     if as_of is not None and as_of < epoch:

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import Invalid, NotFound
 from ..substrate.catalog import Branch, no_branch
 from ..substrate.engine import LEDGER, Session
-from ..substrate.past import Past, Version
+from ..substrate.past import Past, Version, definer
 from ..substrate.permissions import Policy, load_policy
 from ..substrate.predicates import Env, same
 from ..substrate.reads import clock
@@ -502,8 +502,7 @@ class Ask:
         """Whose permissions decided: the principal's own, or with definer's rights those of whoever wrote the function."""
         function = row["_rows"].get("function")
         if function is not None and function.get("rights") == "definer":
-            found = self.session.one(f"select principal from {self.at}ledger_tx where tx = ?", (function["_tx"],))
-            return int(found[0]) if found else int(row["_principal"])
+            return definer(self.catalog, self.session, self.epoch, _FUNCTION, function) or int(row["_principal"])
         return int(row["_principal"])
 
     def _steps(self, number: int, row: Mapping[str, Any], data: dict[str, Any]) -> Iterator[Node]:

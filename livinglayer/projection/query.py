@@ -12,6 +12,7 @@ import sqlglot
 from sqlglot import exp
 
 from ..errors import Invalid, NotFound
+from ..substrate.past import definer
 from ..substrate.permissions import Policy
 from ..substrate.reads import clock
 from ..substrate.schema import OWNER, SYSTEM, Field, field_of, field_values
@@ -31,7 +32,7 @@ class Projection:
     name: str
     statement: str
     parameters: Mapping[str, Field]
-    definer: int  # whose rights it has: the principal of the tx that wrote the row last
+    definer: int  # whose rights it has
     uses_me: bool
 
 
@@ -149,7 +150,7 @@ def may_read(layer: Any, principal: int, name: str, branch: str) -> bool:
 
 def _find(layer: Any, name: str, branch: str) -> Projection | None:
     """As it is now: a moment in the past moves what it shows, not what it is."""
-    catalog, at = layer._catalog, layer.engine.schema_prefix
+    catalog = layer._catalog
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
 
@@ -160,11 +161,10 @@ def _find(layer: Any, name: str, branch: str) -> Projection | None:
             if not rows:
                 return None
             row = rows[0]
-            wrote = session.one(f"select principal from {at}ledger_tx where tx = ?", (row["_tx"],))
-            assert wrote is not None
+            wrote = definer(catalog, session, epoch, PROJECTION, row, branch)
             uses_me = ME in placeholders(row["statement"], layer.engine.dialect)
             return Projection(
-                row["id"], row["name"], row["statement"], fields(row["name"], row["parameters"]), wrote[0], uses_me
+                row["id"], row["name"], row["statement"], fields(row["name"], row["parameters"]), wrote, uses_me
             )
 
         found: Projection | None = catalog._cached(("projection", name, branch, epoch), make)

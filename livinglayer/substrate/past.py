@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from .tables import Table
 from .values import Stored
 from .views import Chain
 
+INERT = frozenset({"description", "enabled"})  # fields that say nothing of what a row does
 BATCHES = (8, 64, 500)  # versions read with one statement: most rows have few
 
 
@@ -132,3 +133,40 @@ def _sizes() -> Iterator[int]:
     yield from BATCHES
     while True:
         yield BATCHES[-1]
+
+
+def definer(
+    catalog: Catalog, session: Session, epoch: int, entity: Entity, row: Mapping[str, Any], branch: str = "main"
+) -> int:
+    """With whose rights a row acts (a function, a projection, a trigger, …): whoever's tx gave it what it does.
+
+    What an owner changed in it adds no rights to what somebody else wrote. 0, which is nobody, when two others wrote it
+    or nobody knows who did.
+    """
+    past = Past(catalog, session, epoch)
+    table = past.table(entity)
+    wanted: dict[str, Stored] = {}
+    wrote: dict[str, int] = {}
+    fields = [f for f in entity.fields if f.name not in INERT]
+    for version in past.versions(
+        entity, row["id"], catalog.chain(session, catalog.branch(session, branch), row["_tx"])
+    ):
+        if version.values is None:
+            break
+        for f in list(fields):
+            value = table.value(f, version.values)
+            if wanted.setdefault(f.name, value) == value:
+                wrote[f.name] = version.tx
+            else:
+                fields.remove(f)  # an older value: who gave the newer one is known
+        if not fields:
+            break
+    who: dict[int, int] = {}
+    for tx in set(wrote.values()):
+        found = session.one(f"select principal from {past.at}ledger_tx where tx = ?", (tx,))
+        if found is not None:
+            who[found[0]] = max(tx, who.get(found[0], 0))
+    others = sorted(each for each in who if not catalog.policy(session, each, epoch).sovereign())
+    if len(others) > 1:
+        return 0
+    return others[0] if others else max(who, key=lambda each: who[each], default=0)

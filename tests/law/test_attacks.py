@@ -452,3 +452,59 @@ def test_whatever_a_box_says_ends_as_a_recorded_outcome(desk: Layer) -> None:
         assert len(desk.query("select id from ticket")) == before + (run["status"] == "done"), (name, body)
     assert desk.verify().problems == []
     assert len(desk.query("select kind, detail from step")) > len(SAID)
+
+
+def test_an_owners_touch_gives_no_rights_to_what_somebody_else_wrote(layer: Layer) -> None:
+    """An owner who edits a line of somebody's function, projection or trigger does not lend it an owner's rights."""
+    layer.define("vault", {"code": "text!"})
+    layer.insert("vault", {"code": "1234"})
+    layer.principal("mallory")
+    for entity in ("function", "projection", "trigger"):
+        layer.grant("mallory", "write", entity)
+        layer.grant("mallory", "read", entity)
+    layer.grant("mallory", "call", "*")
+    layer.grant("mallory", "read", "projection:vault.all")
+    steal = {
+        "name": "vault.steal",
+        "language": "sql",
+        "code": "select code from vault",
+        "reads": {"vault": {}},
+        "rights": "definer",
+    }
+    layer.insert(
+        "function", steal, principal="mallory"
+    )  # past the verb, which would not let her name what she can't see
+    with pytest.raises(LayerError):
+        layer.call("vault.steal", principal="mallory")
+    [row] = layer.query("select id from function where name = 'vault.steal'")
+    layer.update("function", row["id"], {"description": "looks fine", "timeout": 5.0})  # by an owner
+    with pytest.raises(LayerError):
+        layer.call("vault.steal", principal="mallory")
+    layer.update("function", row["id"], {"reads": {"vault": {}}})
+    with pytest.raises(LayerError):
+        layer.call("vault.steal", principal="mallory")
+    layer.update(
+        "function", row["id"], {"code": "select count(*) as n from vault"}
+    )  # the parts that are left are hers still
+    with pytest.raises(LayerError):
+        layer.call("vault.steal", principal="mallory")
+
+
+def test_what_two_wrote_has_nobodys_rights(layer: Layer) -> None:
+    layer.define("item", {"name": "text!"})
+    for name in ("ann", "bob"):
+        for action, resource in (("write", "function"), ("read", "function"), ("call", "*"), ("read", "item")):
+            layer.grant(name, action, resource)
+    count = {
+        "name": "item.count",
+        "language": "sql",
+        "code": "select count(*) as n from item",
+        "reads": ["item"],
+        "rights": "definer",
+    }
+    layer.call("function.define", count, principal="ann")
+    assert layer.call("item.count", principal="bob") == [{"n": 0}]
+    [row] = layer.query("select id from function where name = 'item.count'")
+    layer.update("function", row["id"], {"code": "select 7 as n from item"}, principal="bob")
+    with pytest.raises(Denied, match="written by several"):
+        layer.call("item.count", principal="ann")
