@@ -644,7 +644,7 @@ class Tx:
     # Constraints
 
     def _constrain(self, entity: Entity, table: Table, number: int, values: list[Stored], names: set[str]) -> None:
-        rules = self.schema.rules(entity)
+        rules = [] if entity.system else self.schema.rules(entity)  # the system's own have none
         if rules:
             state = table.named(entity, values, number)
             for f, rule in rules:
