@@ -25,7 +25,7 @@ from .permissions import Policy, Rules
 from .predicates import Env, Predicate, compile_predicate
 from .schema import MAIN, Entity, Field, Schema, dumps
 from .tables import Row, Table
-from .values import INT_MAX, Stored, datetime_text, json_text, recordable, text
+from .values import INT_MAX, Stored, json_text, recordable, text
 from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
@@ -55,7 +55,7 @@ OVER = "select 1 from {}ledger_outcome where execution = ?"
 
 
 def now() -> str:
-    return datetime_text(datetime.now(UTC))
+    return datetime.now(UTC).isoformat(timespec="microseconds")[:26] + "Z"  # as values.datetime_text writes it
 
 
 @dataclass(frozen=True)
