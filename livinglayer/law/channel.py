@@ -177,6 +177,10 @@ class Channel:
 
     def __init__(self, listener: socket.socket, failed: Callable[[BaseException], Any] = lambda error: None) -> None:
         listener.setblocking(False)
+        try:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)  # woken once: a request is there already
+        except OSError:
+            pass
         self.listener, self.failed = listener, failed
         self.executions: dict[str, Asked] = {}  # by token; an ended one is taken out
         self._connections: dict[int, Connection] = {}
@@ -251,6 +255,7 @@ class Channel:
             return
         self._connections[sock.fileno()] = Connection(sock, self)
         self.poll.register(sock, select.POLLIN)
+        self.turn(sock.fileno(), select.POLLIN)
 
     def _drop(self, fd: int) -> None:
         self.poll.unregister(fd)
