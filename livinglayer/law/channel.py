@@ -178,7 +178,9 @@ class Channel:
     def __init__(self, listener: socket.socket, failed: Callable[[BaseException], Any] = lambda error: None) -> None:
         listener.setblocking(False)
         try:
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)  # woken once: a request is there already
+            listener.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1
+            )  # woken once: a request is there already
         except OSError:
             pass
         self.listener, self.failed = listener, failed
