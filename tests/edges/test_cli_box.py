@@ -226,7 +226,7 @@ def commands(run: Run, box: str) -> int:
 
 
 def test_ctrl_c_interrupts_the_command_and_twice_ends_it(box: str, run: Run) -> None:
-    polite = "import signal,sys,time\nsignal.signal(2, lambda *a: (print('bye', flush=True), sys.exit(7)))\nprint('ready', flush=True)\ntime.sleep(60)"
+    polite = "import os,signal,sys,time\nsignal.signal(2, lambda *a: (os.write(1, b'bye\\n'), sys.exit(7)))\nprint('ready', flush=True)\ntime.sleep(60)"
     deaf = "import signal,time\nsignal.signal(2, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(60)"
     for code, interrupts, exit_code in ((polite, 1, 7), (deaf, 2, 137)):
         process = subprocess.Popen(

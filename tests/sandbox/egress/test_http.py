@@ -82,7 +82,7 @@ print(got, trailers)"""
 HTTPX = """
 import asyncio, httpx, sys
 async def main():
-    async with httpx.AsyncClient(http2=True) as client:
+    async with httpx.AsyncClient(http2=True, timeout=60) as client:
         answers = await asyncio.gather(*(client.post("https://api.test/length", content=b"x" * (i * 10000)) for i in range(20)))
         print([int(a.text) for a in answers] == [i * 10000 for i in range(20)], {a.http_version for a in answers})
         big = await client.get("https://api.test/bytes/3000000")
