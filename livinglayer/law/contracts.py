@@ -247,14 +247,7 @@ def decide(layer: Any, principal: int, contract: Contract, branch: str) -> list[
     allowed, grants = policy.outright("call", resource, branch)
     if allowed:
         return [grant.id for grant in grants]
-    by = f"permission {grants[0].id} denies it" if grants else "no permission allows it"
-    raise Denied(
-        f"{policy.me['name']} may not call {resource}: {by}",
-        hint=f"layer can {policy.me['name']} call {resource}",
-        rows=[grant.id for grant in grants],
-        action="call",
-        resource=resource,
-    )
+    raise policy.refusal("call", resource, grants, named=True)
 
 
 def view(layer: Any, contract: Contract, slice: Any, branch: str) -> dict[str, Any]:

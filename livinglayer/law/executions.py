@@ -88,8 +88,7 @@ class Run:
 
     def step(self, kind: str, **detail: Any) -> int:
         """Record an act; its number."""
-        if self.before + len(self.steps) >= STEPS:
-            raise LimitExceeded(f"an execution takes at most {STEPS} steps")
+        self._room(1)
         self.steps.append((kind, detail, now()))
         return len(self.steps)
 
@@ -181,7 +180,7 @@ class Run:
 
     @property
     def deciding(self) -> int:
-        return self.execution.principal if self.execution.authority is None else self.execution.authority
+        return self.execution.deciding
 
     def _within(self, sql: str, params: Any, most: int) -> list[dict[str, Any]]:
         """Rows as they would be after what has been asked for so far."""
@@ -231,7 +230,7 @@ class Run:
         return {"id": found[0] if found else None}
 
     def _room(self, count: int) -> None:
-        """Refuses changes that there would be no steps for."""
+        """Refuses what there would be no steps for."""
         if self.before + len(self.steps) + count > STEPS:
             raise LimitExceeded(f"an execution takes at most {STEPS} steps")
 

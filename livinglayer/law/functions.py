@@ -196,24 +196,18 @@ def decide(layer: Any, asking: Asking, function: Function) -> list[int]:
     """The permission rows that allow the call; Denied (or NotFound where nothing may be known) when none do."""
     with layer.engine.reading() as session:
         policy = layer._catalog.policy(session, asking.principal, clock(layer.engine, session)[1])
-        allowed, grants = policy.outright("call", f"function:{function.name}", asking.branch)
+        resource = f"function:{function.name}"
+        allowed, grants = policy.outright("call", resource, asking.branch)
         if allowed and function.rights == "definer" and not function.definer:
             raise Denied(
                 f"{function.name} was written by several, so it has nobody's rights",
                 hint="remove it and define it anew; whoever does gives it theirs",
                 action="call",
-                resource=f"function:{function.name}",
+                resource=resource,
             )
         if allowed:
             return [grant.id for grant in grants]
-        by = f"permission {grants[0].id} denies it" if grants else "no permission allows it"
-        raise Denied(
-            f"{policy.me['name']} may not call {function.name}: {by}",
-            hint=f"layer can {policy.me['name']} call function:{function.name}",
-            rows=[grant.id for grant in grants],
-            action="call",
-            resource=f"function:{function.name}",
-        )
+        raise policy.refusal("call", resource, grants, called=function.name, named=True)
 
 
 def intent(

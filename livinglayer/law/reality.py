@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from ..errors import Denied, Invalid, LayerError, NotFound
+from ..errors import Invalid, LayerError, NotFound
 from ..sandbox.blueprint import NAME as BOX_NAME
 from ..sandbox.client import blocking_client, run_blocking
 from ..sandbox.sandbox import Sandbox
@@ -136,10 +136,7 @@ def _may_fork(layer: Any, principal: int, info: Mapping[str, Any], number: int |
         policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
     allowed, grants = policy.outright("fork", resource)
     if not allowed:
-        raise Denied(
-            f"{policy.me['name']} may not fork {resource}: " + (f"permission {grants[0].id} denies it" if grants else "no permission allows it"),
-            hint=f"layer grant {policy.me['name']} fork {resource}", rows=[grant.id for grant in grants], action="fork", resource=resource,
-        )  # fmt: skip
+        raise policy.refusal("fork", resource, grants, "grant", named=True)
 
 
 @verb("reality.merge", brief=False)

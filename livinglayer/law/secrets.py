@@ -694,15 +694,9 @@ def _policy(layer: Any, session: Any, principal: int) -> Policy:
 
 def _may_use(layer: Any, policy: Policy, name: str, branch: str) -> None:
     """Only what is granted without conditions counts, since a secret has no rows they could be about; any deny does."""
-    speaking = [g for g in policy.grants if g.covers("use", f"secret:{name}", branch)]
-    denies = [g for g in speaking if g.effect == "deny"]
-    if denies or not any(g.effect == "allow" and not g.where for g in speaking):
-        by = f"permission {denies[0].id} denies it" if denies else "no permission allows it"
-        raise Denied(
-            f"{policy.me['name']} may not use secret:{name}: {by}",
-            hint=f"layer grant {policy.me['name']} use secret:{name}",
-            rows=[g.id for g in denies],
-        )
+    allowed, grants = policy.outright("use", f"secret:{name}", branch)
+    if not allowed:
+        raise policy.refusal("use", f"secret:{name}", grants, "grant")
 
 
 def _open(

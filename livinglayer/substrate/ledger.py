@@ -108,6 +108,11 @@ class Execution:
     brief: bool = False  # its first tx is its only one, and ends it
     _predicates: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def deciding(self) -> int:
+        """Whose permissions decide."""
+        return self.principal if self.authority is None else self.authority
+
 
 @dataclass
 class Clock:
@@ -216,8 +221,7 @@ class Tx:
             )
         if execution.scope.branch not in (None, self.name) and not bare:
             raise Denied(f"execution is scoped to branch {execution.scope.branch!r}, not {self.name!r}")
-        deciding = execution.principal if execution.authority is None else execution.authority
-        self.policy: Policy = work.catalog.policy(work.session, deciding, work.version)
+        self.policy: Policy = work.catalog.policy(work.session, execution.deciding, work.version)
         self.changes: dict[tuple[int, int], tuple[str, bytes]] = {}
         self.touched: dict[tuple[str, int], set[str]] = {}  # entity name and id: fields set, for the checks at the end
         self.facts: list[tuple[str, list[Stored]]] = []

@@ -151,12 +151,26 @@ class Policy:
     def require(self, action: str, resource: str, branch: str | None = None) -> None:
         allowed, grants = self.decide(action, resource, branch)
         if not allowed:
-            by = f"permission {grants[0].id} denies it" if grants else "no permission allows it"
-            raise Denied(
-                f"{self.me['name']} may not {action} {resource}: {by}",
-                hint=f"layer can {self.me['name']} {action} {resource}",
-                rows=[g.id for g in grants],
-            )
+            raise self.refusal(action, resource, grants)
+
+    def refusal(
+        self,
+        action: str,
+        resource: str,
+        grants: list[Grant],
+        command: str = "can",
+        called: str = "",
+        named: bool = False,
+    ) -> Denied:
+        """What whoever may not is told: the grants that deny it, and the command to go on with. `named` for the ledger."""
+        by = f"permission {grants[0].id} denies it" if grants else "no permission allows it"
+        who, details = self.me["name"], {"action": action, "resource": resource} if named else {}
+        return Denied(
+            f"{who} may not {action} {called or resource}: {by}",
+            hint=f"layer {command} {who} {action} {resource}",
+            rows=[g.id for g in grants],
+            **details,
+        )
 
     def sovereign(self) -> bool:
         """Holds everything without conditions: an owner."""
