@@ -30,7 +30,7 @@ from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
 GUARDED = frozenset(
-    {"entity", "field", "branch", "permission", "principal", "membership", "conflict", "secret"}
+    {"entity", "field", "branch", "permission", "principal", "membership", "conflict", "secret", "approval", "bundle"}
 )  # changed by verbs of their own
 GOVERNING = frozenset(
     {"entity", "field", "permission", "principal", "membership", "blueprint", "function", "contract", "projection",
@@ -45,6 +45,8 @@ VERBS = {
     "membership": "principal",
     "conflict": "resolve",
     "secret": "call",
+    "approval": "call",
+    "bundle": "call",
 }
 
 

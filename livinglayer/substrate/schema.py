@@ -17,7 +17,7 @@ from ..errors import Invalid, LimitExceeded
 from .predicates import Predicate, compile_predicate
 from .values import ENCODE, TYPES, Encode, Stored, decode
 
-FORMAT = 2
+FORMAT = 3
 FIRST_ID = 2000  # below it: the system's entities, their fields and the rows every layer begins with
 MAIN, OWNER, OWNER_PERMISSION = 1500, 1501, 1502
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -424,7 +424,8 @@ _ENTITIES: dict[str, tuple[str, dict[str, str | dict[str, Any]], list[list[str]]
         "What an agent may see and do.",
         {"name": "text!", "projections": "json", "functions": "json", "scope": "json", "blueprint": "ref blueprint",
          "minimum_tier": "text", "egress": "json", "secrets": "json", "budget": "json", "approvals": "json",
-         "description": "text", "reads": "json", "stops": "json", "artifacts": "json", "tier": "text"},
+         "description": "text", "reads": "json", "stops": "json", "artifacts": "json", "tier": "text", "model": "json",
+         "program": "json", "instructions": "text", "contracts": "json", "decided": "json"},
         [["name"]],
     ),
     "projection": (
@@ -439,7 +440,7 @@ _ENTITIES: dict[str, tuple[str, dict[str, str | dict[str, Any]], list[list[str]]
     ),
     "bundle": (
         "Files that became rows.",
-        {"name": "text!", "version": "text!", "manifest": "json", "digest": "text"},
+        {"name": "text!", "version": "text!", "manifest": "json", "digest": "text", "content": "file", "signer": "text"},
         [["name"]],
     ),
     "secret": (
@@ -459,6 +460,17 @@ _ENTITIES: dict[str, tuple[str, dict[str, str | dict[str, Any]], list[list[str]]
         "How much of a resource a principal or a contract may use in a time.",
         {"subject": "ref principal", "contract": "ref contract", "resource": "text!", "amount": "float!", "seconds": "int!",
          "description": "text"},
+        [],
+    ),
+    "approval": (
+        "What somebody must allow before it happens: an act of a box, or a merge.",
+        {"execution": "int!", "contract": "text", "principal": {"type": "ref", "to": "principal", "on_delete": "null"},
+         "branch": "text!", "action": "text!", "resource": "text!", "request": "json", "digest": "text!", "rule": "json",
+         "reason": "text",
+         "status": {"type": "state", "transitions": {"pending": ["approved", "refused", "expired", "withdrawn"],
+         "approved": ["done", "failed"], "refused": [], "expired": [], "withdrawn": [], "done": [], "failed": []}},
+         "expires": "datetime", "answered_by": {"type": "ref", "to": "principal", "on_delete": "null"}, "answer": "text",
+         "result": "json", "asked": {"type": "datetime", "default": "now()"}, "answered": "datetime"},
         [],
     ),
 }  # fmt: skip
@@ -516,7 +528,7 @@ _LEDGER: dict[str, tuple[str, dict[str, str]]] = {
 _NUMBERED = (
     "entity", "field", "branch", "principal", "membership", "permission", "conflict", "blueprint", "function", "contract",
     "projection", "component", "bundle", "secret", "tx", "change", "execution", "step", "box", "snapshot", "role",
-    "trigger", "quota", "usage", "decision", "lineage",
+    "trigger", "quota", "usage", "decision", "lineage", "approval",
 )  # fmt: skip
 
 

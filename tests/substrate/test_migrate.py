@@ -1,4 +1,4 @@
-"""A layer of format 1, as a release of that format left it, opens as one of today's: whole, once, or not at all."""
+"""A layer of an earlier format, as a release of that format left it, opens as one of today's: whole, once, or not at all."""
 
 from __future__ import annotations
 
@@ -23,26 +23,32 @@ from livinglayer.errors import Incompatible, LayerError, Unauthenticated
 from livinglayer.substrate.ledger import Tx
 from livinglayer.substrate.schema import FIRST_ID, FORMAT
 
-OLD = Path(__file__).parent / "format1"
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(params=range(1, FORMAT))
+def past(request: pytest.FixtureRequest) -> int:
+    """An earlier format."""
+    return int(request.param)
 
 
 @pytest.fixture
-def token(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def token(engine: str, past: int, monkeypatch: pytest.MonkeyPatch) -> str:
     """The old layer's owner."""
-    text = (OLD / f"{engine}.token").read_text().strip()
+    text = (HERE / f"format{past}" / f"{engine}.token").read_text().strip()
     monkeypatch.setenv("LAYER_TOKEN", text)
     return text
 
 
 @pytest.fixture
-def old(engine: str, location: str, token: str) -> str:
-    """The place of a layer of format 1, not opened yet."""
+def old(engine: str, location: str, past: int, token: str) -> str:
+    """The place of a layer of an earlier format, not opened yet."""
     if engine == "postgres":
         with psycopg.connect(location, autocommit=True) as connection:
             connection.execute("set check_function_bodies = off")
-            connection.execute(lzma.decompress((OLD / "layer.sql.xz").read_bytes()))
+            connection.execute(lzma.decompress((HERE / f"format{past}" / "layer.sql.xz").read_bytes()))
     else:
-        with tarfile.open(OLD / "layer.tar.xz") as tar:
+        with tarfile.open(HERE / f"format{past}" / "layer.tar.xz") as tar:
             tar.extractall(location, filter="data")
     return location
 
@@ -96,8 +102,8 @@ def meta(engine: str, location: str) -> str:
         return str(run("select value from meta where key = 'format'")[0][0])
 
 
-def test_a_layer_of_format_1_opens_and_is_whole(engine: str, old: str) -> None:
-    assert meta(engine, old) == "1"
+def test_a_layer_of_an_earlier_format_opens_and_is_whole(engine: str, past: int, old: str) -> None:
+    assert meta(engine, old) == str(past)
     with raw(engine, old) as run:
         [(last,)] = run("select max(tx) from ledger_tx")
     layer = livinglayer.open(old)
@@ -116,14 +122,15 @@ def test_a_layer_of_format_1_opens_and_is_whole(engine: str, old: str) -> None:
         {"name": "nut", "qty": "9", "price": Decimal("8.10"), "on_sale": True, "more": None},
     ]
     bolt = layer.query("select id from item where name = 'bölt'")[0]["id"]
-    past = layer.query("select qty from item__history where id = :id order by tx", {"id": bolt})
-    assert [row["qty"] for row in past] == ["1", "2", "3", "4", "5"]
+    versions = layer.query("select qty from item__history where id = :id order by tx", {"id": bolt})
+    assert [row["qty"] for row in versions] == ["1", "2", "3", "4", "5"]
     assert [row["name"] for row in layer.query("select name from item order by id", branch="idea")] == ["nut", "screw"]
     assert layer.query("select qty from item where id = :id", {"id": bolt}, as_of=last)[0]["qty"] == "5"
+    rights = None if past == 1 else "caller"
     assert layer.query("select name, rights, retries from function") == [
-        {"name": "count", "rights": None, "retries": None}
+        {"name": "count", "rights": rights, "retries": None}
     ]
-    assert layer.query("select name, rights from function", as_of=last) == [{"name": "count", "rights": None}]
+    assert layer.query("select name, rights from function", as_of=last) == [{"name": "count", "rights": rights}]
     assert layer.query("select * from trigger", as_of=last) == []
     # And what is new works, on main and on branches forked before.
     for branch in ("main", "idea"):
@@ -247,10 +254,10 @@ def test_a_name_the_format_needs_must_be_free(engine: str, old: str) -> None:
         names = "id, tx_from, tx_to, del, name_40, store_41, kind_42, system_43"
         no = "false" if engine == "postgres" else "0"
         run(
-            f"insert into entity_1__d(branch, {names}) values ({branch}, 9000, 5, 9223372036854775807, 0, 'quota', 'quota_9000', 'entity', {no})"
+            f"insert into entity_1__d(branch, {names}) values ({branch}, 9000, 5, 9223372036854775807, 0, 'approval', 'approval_9000', 'entity', {no})"
         )
     before = content(engine, old)
-    with pytest.raises(Incompatible, match="needs the name 'quota', which is an entity on branch 'idea'"):
+    with pytest.raises(Incompatible, match="needs the name 'approval', which is an entity on branch 'idea'"):
         livinglayer.open(old)
     assert content(engine, old) == before
 
@@ -264,10 +271,10 @@ def test_a_format_of_the_future_is_left_alone(engine: str, old: str) -> None:
     assert content(engine, old) == before
 
 
-def test_verify_knows_a_format_that_was_not_moved_to(engine: str, old: str) -> None:
+def test_verify_knows_a_format_that_was_not_moved_to(engine: str, past: int, old: str) -> None:
     layer = livinglayer.open(old)
     with raw(engine, old) as run:
-        run("update meta set value = '1' where key = 'format'")
+        run(f"update meta set value = '{past}' where key = 'format'")
         assert [text for _, text in layer.verify().problems] == ["meta is not what was written"]
         run(f"update meta set value = '{FORMAT}' where key = 'format'")
     assert layer.verify()
@@ -279,13 +286,13 @@ def test_verify_knows_a_format_that_was_not_moved_to(engine: str, old: str) -> N
 
 
 @pytest.mark.parametrize("onto", ["sqlite", "postgres"])
-def test_a_backup_of_format_1_is_restored_and_stays_as_it_is(
-    onto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, postgres_cluster: Any
+def test_a_backup_of_an_earlier_format_is_restored_and_stays_as_it_is(
+    onto: str, past: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, postgres_cluster: Any
 ) -> None:
     """A backup is an embedded layer, whichever engine it was made from."""
-    monkeypatch.setenv("LAYER_TOKEN", (OLD / "sqlite.token").read_text().strip())
+    monkeypatch.setenv("LAYER_TOKEN", (HERE / f"format{past}" / "sqlite.token").read_text().strip())
     source = tmp_path / "backup"
-    with tarfile.open(OLD / "layer.tar.xz") as tar:
+    with tarfile.open(HERE / f"format{past}" / "layer.tar.xz") as tar:
         tar.extractall(source, filter="data")
     before = content("sqlite", str(source))
     if onto == "postgres":

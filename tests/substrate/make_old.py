@@ -1,4 +1,5 @@
-"""How the layers beside this file were made, with a release of format 1: `make.py sqlite DIRECTORY` or `make.py postgres URL`.
+"""How the layers in format1/ and format2/ were made, each with a release of that format: `make_old.py FORMAT sqlite DIRECTORY`
+or `make_old.py FORMAT postgres URL`.
 
 The content is the same on both engines; `layer.tar.xz` is the directory, `layer.sql.xz` what pg_dump says of the schema.
 """
@@ -16,11 +17,9 @@ from pathlib import Path
 
 import livinglayer
 
-HERE = Path(__file__).parent
-
 
 def fill(layer: livinglayer.Layer) -> None:
-    """Something of everything format 1 keeps."""
+    """Something of everything a layer keeps."""
     layer.define(
         "item",
         {
@@ -77,20 +76,21 @@ def fill(layer: livinglayer.Layer) -> None:
     layer.delete("item", layer.insert("item", {"name": "brief"}))
 
 
-def main(engine: str, place: str) -> None:
+def main(format: str, engine: str, place: str) -> None:
+    here = Path(__file__).parent / f"format{format}"
     os.environ["XDG_CONFIG_HOME"] = config = tempfile.mkdtemp()
     layer = livinglayer.open(place, create=True)
     fill(layer)
     assert layer.verify()
     layer.close()
     token = next(Path(config).rglob("tokens/*"))
-    (HERE / f"{engine}.token").write_text(token.read_text())
+    (here / f"{engine}.token").write_text(token.read_text())
     if engine == "sqlite":
         with io.BytesIO() as data:
             with tarfile.open(fileobj=data, mode="w") as tar:
                 for path in sorted(Path(place, ".layer").rglob("*")):
                     tar.add(path, path.relative_to(place), recursive=False, filter=_nobodys)
-            (HERE / "layer.tar.xz").write_bytes(lzma.compress(data.getvalue(), preset=9))
+            (here / "layer.tar.xz").write_bytes(lzma.compress(data.getvalue(), preset=9))
         return
     dump = subprocess.run(
         ["pg_dump", "--schema=livinglayer", "--inserts", "--no-owner", "--no-privileges", "--no-comments", place],
@@ -102,7 +102,7 @@ def main(engine: str, place: str) -> None:
     kept = [
         s for s in dump.splitlines() if s and not s.startswith(("--", "\\", "SET ", "SELECT pg_catalog.set_config"))
     ]
-    (HERE / "layer.sql.xz").write_bytes(lzma.compress("\n".join(kept).encode(), preset=9))
+    (here / "layer.sql.xz").write_bytes(lzma.compress("\n".join(kept).encode(), preset=9))
 
 
 def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
