@@ -1,0 +1,1 @@
+"""Jobs: whole pieces of work that stand on the law, one file each."""
