@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import Denied, Invalid, NotFound
-from ..sandbox.blueprint import TIERS, Blueprint, check_tier
+from ..sandbox.blueprint import Blueprint
 from ..sandbox.egress import rules
 from ..substrate.past import definer
 from ..substrate.reads import clock
@@ -96,12 +96,3 @@ def guard(layer: Any, shaped: Blueprint, *writers: int) -> None:
                     action="use",
                     resource=what,
                 )
-
-
-def at_least(tier: str, least: str | None) -> None:
-    """Refuses a tier that isolates less than another."""
-    check_tier(tier)
-    if least is not None:
-        check_tier(least)
-        if TIERS.index(tier) < TIERS.index(least):
-            raise Invalid(f"tier {tier!r} isolates less than {least!r}, which is needed here")

@@ -57,6 +57,7 @@ class Contract:
     blueprint: Mapping[str, Any] | None
     budget: Mapping[str, float]
     tier: str
+    minimum: str | None  # the weakest tier that will do: below it there is no box
     egress: tuple[Any, ...]
     secrets: tuple[Any, ...]
     terms: str  # a digest of what its boxes go by
@@ -80,12 +81,11 @@ def by_id(layer: Any, number: int) -> Contract:
 
 def _contract(layer: Any, row: Mapping[str, Any]) -> Contract:
     blueprint = None if row["blueprint"] is None else row_by_id(layer, "blueprint", row["blueprint"])
-    wanted = row["tier"] or (Blueprint().tier if blueprint is None else blueprint["tier"])
-    least = row["minimum_tier"] or wanted
+    tier = row["tier"] or (Blueprint().tier if blueprint is None else blueprint["tier"])
     return Contract(
         row["id"], row["name"], row["_tx"], functions.parts("reads", row["reads"]), functions.parts("scope", row["scope"]),
         tuple(row["functions"] or ()), tuple(row["projections"] or ()), blueprint, row["budget"] or {},
-        max(wanted, least, key=TIERS.index), egress(row, blueprint), lent(row, blueprint), terms(row), definer_of(layer, "contract", row),
+        tier, row["minimum_tier"], egress(row, blueprint), lent(row, blueprint), terms(row), definer_of(layer, "contract", row),
     )  # fmt: skip
 
 
@@ -250,6 +250,21 @@ def decide(layer: Any, principal: int, contract: Contract, branch: str) -> list[
     raise policy.refusal("call", resource, grants, named=True)
 
 
+def strong_enough(contract: Contract) -> None:
+    """Denied when a contract's boxes would be weaker than the least it says: nobody is given another tier than was asked for."""
+    if contract.minimum is None:
+        return
+    check_tier(contract.tier)
+    check_tier(contract.minimum)
+    if TIERS.index(contract.tier) < TIERS.index(contract.minimum):
+        raise Denied(
+            f"contract {contract.name!r} asks for tier {contract.tier!r}, and {contract.minimum!r} is the least for what it does",
+            hint=f'layer contract define with "tier": "{contract.minimum}", or a stronger blueprint; `layer decide` says why',
+            action="call",
+            resource=f"contract:{contract.name}",
+        )
+
+
 def view(layer: Any, contract: Contract, slice: Any, branch: str) -> dict[str, Any]:
     """What a box reads: all that the contract does, or a slice of that."""
     if slice is None:
@@ -288,6 +303,7 @@ class Making:
     def __init__(
         self, layer: Any, contract: Contract, principal: int, branch: str, slice: Any, name: str | None, permissions: list[int]
     ) -> None:  # fmt: skip
+        strong_enough(contract)
         self.layer, self.contract, self.principal, self.branch, self.slice = layer, contract, principal, branch, slice
         self.reads, self.permissions = view(layer, contract, slice, branch), permissions
         self.key = secrets.token_hex(8)  # the box's label, and what its token is made of

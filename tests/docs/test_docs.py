@@ -18,6 +18,7 @@ from livinglayer import Layer, errors
 from livinglayer.edges.cli import (
     boxes,
     contracts,
+    decide,
     functions,
     images,
     projections,
@@ -345,7 +346,7 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 
 
 def test_every_command_that_is_named_exists() -> None:
-    parts = (boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay)
+    parts = (boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay, decide)
     groups = {name: text for part in parts for name, text in part.GROUPS.items()}
     known = {*COMMANDS, *groups}
     named = {

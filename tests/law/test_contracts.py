@@ -365,8 +365,33 @@ def test_a_contract_narrows_its_blueprint(desk: Layer) -> None:
     ):
         with pytest.raises(Invalid, match="not within"):
             desk.call("contract.define", name="x", blueprint="net", egress=rules)
-    desk.call("contract.define", name="x", blueprint="net", minimum_tier="namespace")
-    assert contracts.load(desk, "x").tier == "namespace"
+
+
+@pytest.mark.parametrize("weak", [{"blueprint": "weak"}, {"tier": "namespace"}, {}])
+def test_a_contract_below_its_minimum_is_refused_a_box(office: Layer, weak: dict[str, Any]) -> None:
+    office.call("blueprint.define", name="weak", tier="container")
+    office.call("contract.define", {**AGENT, **weak, "minimum_tier": "gvisor"})
+    with pytest.raises(Denied, match=r"asks for tier '(container|namespace)', and 'gvisor' is the least"):
+        make(office)
+    (last,) = office.query("select status, result from execution where verb = 'box.create' order by id desc limit 1")
+    assert last["status"] == "denied" and "'gvisor' is the least" in last["result"]["error"]["message"]
+    assert office.query("select id from execution where kind = 'contract'") == []
+    assert office.query("select resource from decision where resource = 'contract:agent'") == [
+        {"resource": "contract:agent"}
+    ]
+    assert Sandbox.list(labels={"layer": office.id}) == []
+    office.call("contract.define", {**AGENT, "minimum_tier": "namespace"})
+    assert make(office)[1]["tier"] == "namespace"
+
+
+def test_a_minimum_that_is_raised_ends_boxes_and_lets_none_be_forked(office: Layer) -> None:
+    _, told = make(office)
+    office.call(
+        "row.update", entity="contract", id=contracts.load(office, "agent").id, values={"minimum_tier": "microvm"}
+    )
+    with pytest.raises(Denied, match="'microvm' is the least"):
+        office.call("reality.fork", name="idea", box=told["box"])
+    assert outcome(office, told["execution"])["status"] == "denied"
 
 
 def test_where_no_worker_runs_a_process_is_started_that_answers(office: Layer, boxes: Host, tmp_path: Path) -> None:
