@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..errors import Conflict, Denied, Invalid, LayerError, NotFound
 from ..sandbox.blueprint import NAME as BOX_NAME
@@ -62,6 +63,10 @@ class Contract:
     secrets: tuple[Any, ...]
     terms: str  # a digest of what its boxes go by
     writer: int  # the principal who gave it what it says
+    artifacts: tuple[str, ...] = ()
+    model: Mapping[str, Any] | None = None
+    program: tuple[str, ...] | None = None
+    instructions: str | None = None
 
 
 def load(layer: Any, name: str) -> Contract:
@@ -86,7 +91,13 @@ def _contract(layer: Any, row: Mapping[str, Any]) -> Contract:
         row["id"], row["name"], row["_tx"], functions.parts("reads", row["reads"]), functions.parts("scope", row["scope"]),
         tuple(row["functions"] or ()), tuple(row["projections"] or ()), blueprint, row["budget"] or {},
         tier, row["minimum_tier"], egress(row, blueprint), lent(row, blueprint), terms(row), definer_of(layer, "contract", row),
+        tuple(row["artifacts"] or ()), row["model"], argv(row["program"]), row["instructions"],
     )  # fmt: skip
+
+
+def argv(program: Any) -> tuple[str, ...] | None:
+    """A command as a list: a text is for the shell."""
+    return None if program is None else ("/bin/sh", "-c", program) if isinstance(program, str) else tuple(program)
 
 
 def terms(row: Mapping[str, Any]) -> str:
@@ -151,7 +162,8 @@ def define(
     call: Call, *, name: str, projections: Items | None = None, functions: Items | None = None, scope: Any = None, reads: Any = None,
     blueprint: str | None = None, minimum_tier: str | None = None, tier: str | None = None, egress: Items | None = None,
     secrets: Items | None = None, budget: Object | None = None, approvals: Items | None = None, stops: Items | None = None,
-    artifacts: Items | None = None, description: str | None = None,
+    artifacts: Items | None = None, description: str | None = None, model: Object | None = None, program: Any = None,
+    instructions: str | None = None, contracts: Items | None = None, decided: Object | None = None,
 ) -> Any:  # fmt: skip
     """Make or change a contract: what a box made of it may see and do. Gives its id."""
     shaped = None if blueprint is None else row_of(call.layer, "blueprint", blueprint, call.branch)
@@ -159,8 +171,10 @@ def define(
         "name": name, "projections": projections, "functions": functions, "scope": scope, "reads": reads,
         "blueprint": None if shaped is None else shaped["id"], "minimum_tier": minimum_tier, "tier": tier, "egress": egress,
         "secrets": secrets, "budget": budget, "approvals": approvals, "stops": stops, "artifacts": artifacts, "description": description,
+        "model": model, "program": program, "instructions": instructions, "contracts": contracts, "decided": decided,
     }  # fmt: skip
     check(call.layer, row, shaped, call.branch)
+    check_agent(row)
     return call.layer.upsert("contract", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
@@ -209,6 +223,49 @@ def check(layer: Any, row: Mapping[str, Any], blueprint: Mapping[str, Any] | Non
             )
     said = {**(blueprint or {}), "egress": list(egress(row, blueprint)), "secrets": list(lent(row, blueprint))}
     vault.bind(said["egress"], vault.wanted(said["secrets"]))
+
+
+MODEL = {"api", "url", "model", "secret", "max_tokens", "timeout", "prices"}
+
+
+def check_agent(row: Mapping[str, Any]) -> None:
+    """Refuses a model that nobody could ask, and a program that nobody could run."""
+    what, model, program = f"contract {row['name']!r:.120}", row.get("model"), row.get("program")
+    words = program if isinstance(program, list) else [program]
+    if program is not None and not (words and all(isinstance(one, str) and one and "\0" not in one for one in words)):
+        raise Invalid(
+            f"the program of {what} is a list of texts, or a text for the shell", hint='["python3", "-m", "x"]'
+        )
+    for one in row.get("artifacts") or ():
+        if not isinstance(one, str):
+            raise Invalid(f"the artifacts of {what} are names or patterns", hint='["report.md", "*.png"]')
+    if model is None:
+        return
+    if not isinstance(model, Mapping) or (wrong := sorted(set(model) - MODEL)):
+        has = f", not {wrong[0]!r}" if isinstance(model, Mapping) else ""
+        raise Invalid(f"the model of {what} has {', '.join(sorted(MODEL))}{has}")
+    for key in ("api", "url", "model"):
+        if not isinstance(model.get(key), str) or not model[key]:
+            raise Invalid(
+                f"the model of {what} needs {key!r}", hint='{"api": "anthropic", "url": "https://…", "model": "…"}'
+            )
+    if model["api"] not in ("anthropic", "openai"):
+        raise Invalid(f"the model of {what} speaks {model['api']!r:.60}", hint="anthropic or openai")
+    url = urlsplit(model["url"])
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or "@" in url.netloc:
+        raise Invalid(f"the url of the model of {what} is not http(s)://HOST[/base]")
+    if model.get("secret") is not None and not isinstance(model["secret"], str):
+        raise Invalid(f"the secret of the model of {what} is a name", hint="its value is set with `layer secret set`")
+    for key in ("max_tokens", "timeout"):
+        if (n := model.get(key)) is not None and (
+            isinstance(n, bool) or not isinstance(n, int | float) or not 0 < n < 1e9
+        ):
+            raise Invalid(f"{key} of the model of {what} is a number above 0")
+    prices = model.get("prices")
+    if prices is not None and not (
+        isinstance(prices, Mapping) and all(k in ("input", "output") and isinstance(v, int | float) and v >= 0 for k, v in prices.items())
+    ):  # fmt: skip
+        raise Invalid(f"the prices of the model of {what} are of a million tokens", hint='{"input": 3, "output": 15}')
 
 
 def _names_only(what: str, key: str) -> None:

@@ -85,6 +85,7 @@ class Command:
         self._limit = UNLIMITED if pty else box.blueprint.output  # a terminal is a person's, who may sit at it for days
         self._memory: collections.deque[tuple[int, bytes]] | None = collections.deque() if background else None
         self._remembered = 0
+        self._forgotten = {STDOUT: 0, STDERR: 0}  # bytes that came before what is remembered
         self._credit = WINDOW_START
         self._input: collections.deque[bytes | None] = collections.deque()
         self._held = False
@@ -162,7 +163,9 @@ class Command:
             self._memory.append((kind, data))
             self._remembered += len(data)
             while self._remembered > REMEMBERED:
-                self._remembered -= len(self._memory.popleft()[1])
+                old, lost = self._memory.popleft()
+                self._remembered -= len(lost)
+                self._forgotten[old] += len(lost)
 
     @property
     def truncated(self) -> bool:
@@ -196,6 +199,12 @@ class Command:
             sink(EXIT if self.error is None else DONE, b"")
         else:
             self._sinks.append(sink)
+
+    def printed(self, kind: int, after: int) -> tuple[int, bytes]:
+        """What is remembered of a stream after so many bytes, and where that begins."""
+        data = b"".join(piece for of, piece in self._memory or () if of == kind)
+        begins = self._forgotten[kind]
+        return max(begins, after), data[max(0, after - begins) :]
 
     def leave(self, sink: Sink) -> None:
         """Stop listening."""

@@ -69,6 +69,19 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Printed:
+    """What a command in the background printed lately, from which byte of each stream on, and how it ended if it has."""
+
+    stdout: Output
+    stderr: Output
+    stdout_at: int
+    stderr_at: int
+    over: bool
+    exit_code: int | None
+    error: str | None
+
+
+@dataclass(frozen=True)
 class Entry:
     """One file of a box."""
 
@@ -724,6 +737,14 @@ class AsyncSandbox:
             if found["id"] == id:
                 return AsyncProcess(self._client, self.id, id, found["pid"])
         raise NotFound(f"box {self.id!r} runs no command {id}")
+
+    async def printed(self, id: int, stdout: int = 0, stderr: int = 0) -> "Printed":
+        """What a command in the background printed after so many bytes of each stream, and how it ended; never waits, wakes nothing."""
+        parts: dict[int, List[bytes]] = {STDOUT: [], STDERR: []}
+        request = {"do": "output", "box": self.id, "id": id, "stdout": stdout, "stderr": stderr}
+        end = await self._client.call(request, on_frame=lambda kind, data: parts[kind].append(data))
+        out, err = (Output(b"".join(parts[kind])) for kind in (STDOUT, STDERR))
+        return Printed(out, err, end["stdout"], end["stderr"], end["over"], end["exit_code"], end["error"])
 
     # ---- ports and egress ----
 

@@ -409,6 +409,18 @@ async def follow_(connection: Connection, request: dict[str, Any]) -> Any:
     return STREAMS
 
 
+@verb("output")
+async def output_(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """What a command in the background printed after so many bytes of each stream, and how it ended; wakes no box."""
+    command = connection.host.find(request["box"]).command(request["id"])
+    told: dict[str, Any] = {"over": command.over, "exit_code": command.status, "truncated": command.truncated}
+    for kind, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
+        told[name], data = command.printed(kind, int(request.get(name) or 0))
+        for at in range(0, len(data), 65536):
+            connection.send(kind, data[at : at + 65536])
+    return told | {"error": None if command.error is None else command.error.message}
+
+
 @verb("signal")
 async def signal_(connection: Connection, request: dict[str, Any]) -> None:
     (await connection.box(request)).command(request["id"]).signal(int(request["signal"]), bool(request.get("tree")))
