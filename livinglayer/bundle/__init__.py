@@ -1,0 +1,1 @@
+"""Bundles: software as a directory of definitions that becomes rows."""

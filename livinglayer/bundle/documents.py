@@ -1,0 +1,250 @@
+"""Documents: YAML 1.2 as JSON knows it. No tags, anchors or aliases, no key twice, nothing deep; dates stay text."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from ..errors import Invalid
+
+DEPTH = 50
+NODES = 1_000_000
+KEY_LENGTH = 200
+INTEGER = re.compile(r"[-+]?[0-9]+")
+OTHER_BASE = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+UNENDING = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+WORDS: Mapping[str, Any] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+# Nothing that a terminal could take for a command, and nothing that is half a character.
+CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def wrong(file: str, path: str, why: str, hint: str | None = None) -> Invalid:
+    """What every error of a bundle looks like: the file, the place in it, what is wrong."""
+    return Invalid(f"{file}: {path}: {why}" if path else f"{file}: {why}", hint)
+
+
+def text(file: str, data: bytes) -> str:
+    """A file as text: UTF-8, its lines ended by a newline, without the mark that some editors put first."""
+    try:
+        found = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise wrong(file, "", f"is not UTF-8: byte {error.start + 1} is 0x{data[error.start]:02x}") from None
+    if "\0" in found:
+        raise wrong(file, "", f"line {found.count(chr(10), 0, found.index(chr(0))) + 1} has a NUL character")
+    return found.replace("\r\n", "\n")
+
+
+def parse(file: str, data: bytes) -> Any:
+    """What a YAML file says, as dicts, lists, texts, numbers, true, false and null; Invalid names the line."""
+    try:
+        return _Building(file).value(text(file, data))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        said = getattr(error, "problem", None) or getattr(error, "reason", None) or "can't be read"
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
+        raise wrong(file, where, f"is not YAML: {said}") from None
+
+
+class _Building:
+    """One document, made of the parser's events without recursion."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.nodes = 0
+
+    def wrong(self, event: Any, why: str, hint: str | None = None) -> Invalid:
+        return wrong(self.file, f"line {event.start_mark.line + 1}", why, hint)
+
+    def value(self, content: str) -> Any:
+        top: list[Any] = []
+        stack: list[Any] = [top]
+        keys: list[Any] = [None]  # of each mapping: the key that waits for its value
+        documents = 0
+        for event in yaml.parse(content, Loader=_LOADER):
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise self.wrong(event, "there is one document in a file", "remove the second '---'")
+                if event.tags or event.version not in (None, (1, 2)):
+                    raise self.wrong(event, "directives have no place in a bundle", "remove the lines with a %")
+            elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent | yaml.ScalarEvent):
+                made = self.made(event)
+                container = stack[-1]
+                if isinstance(container, list):
+                    container.append(made)
+                elif keys[-1] is _NONE:
+                    if not isinstance(made, str):
+                        raise self.wrong(event, f"a key is text, not {made!r:.60}", "put it in quotes")
+                    if not made or not made.isprintable() or len(made) > KEY_LENGTH:
+                        raise self.wrong(event, f"{made!r:.60} can't be a key")
+                    if made in container:
+                        raise self.wrong(event, f"{made!r:.60} is there twice")
+                    keys[-1] = made
+                    continue
+                else:
+                    container[keys[-1]] = made
+                    keys[-1] = _NONE
+                if isinstance(made, dict | list):
+                    stack.append(made)
+                    keys.append(_NONE)
+                    if len(stack) > DEPTH + 1:
+                        raise self.wrong(event, f"is nested more than {DEPTH} deep")
+            elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+                stack.pop()
+                keys.pop()
+            elif isinstance(event, yaml.AliasEvent):
+                raise self.wrong(event, "aliases (*name) have no place in a bundle", "write it out")
+        return top[0] if top else None
+
+    def made(self, event: Any) -> Any:
+        self.nodes += 1
+        if self.nodes > NODES:
+            raise self.wrong(event, f"has more than {NODES:,} values", "rows go into seeds/NAME.jsonl")
+        if event.anchor is not None:
+            raise self.wrong(event, "anchors (&name) have no place in a bundle", "write it out where it is used")
+        if event.tag is not None:
+            raise self.wrong(event, f"tags ({event.tag:.60}) have no place in a bundle", "say it in plain values")
+        if isinstance(event, yaml.MappingStartEvent):
+            return {}
+        if isinstance(event, yaml.SequenceStartEvent):
+            return []
+        if found := CONTROL.search(event.value):
+            raise self.wrong(event, f"has the control character U+{ord(found[0]):04X}")
+        return event.value if event.style else self.plain(event)
+
+    def plain(self, event: Any) -> Any:
+        """A scalar without quotes, by the core schema of YAML 1.2."""
+        said: str = event.value
+        if said in WORDS:
+            return WORDS[said]
+        if UNENDING.fullmatch(said):
+            raise self.wrong(event, f"{said} is no number that can be stored", "put it in quotes if it is text")
+        if said[0] not in "-+.0123456789":
+            return said
+        if INTEGER.fullmatch(said) or OTHER_BASE.fullmatch(said):
+            number = int(said, 10 if said[1:2] not in ("o", "x") else 0) if len(said) < 25 else 2**63
+            if not -(2**63) <= number < 2**63:
+                raise self.wrong(event, f"{said:.40} has more than 64 bits", "put it in quotes: a decimal is text")
+            return number
+        if FLOAT.fullmatch(said):
+            measure = float(said) if len(said) < 400 else math.inf
+            if math.isinf(measure):
+                raise self.wrong(event, f"{said:.40} is too large for a number", "put it in quotes: a decimal is text")
+            return measure
+        return said
+
+
+_NONE: Any = object()  # no key waits for a value
+
+
+# The published schema
+
+
+@lru_cache(1)
+def schema() -> dict[str, Any]:
+    """The JSON Schema of every file of a bundle."""
+    found: dict[str, Any] = json.loads(schema_text())
+    return found
+
+
+def schema_text() -> str:
+    """The same as it is published."""
+    return resources.files(__package__).joinpath("schema.json").read_text("utf-8")
+
+
+@lru_cache(32)
+def _validator(part: str) -> Any:
+    from jsonschema import (
+        Draft202012Validator,
+        ValidationError,
+        validators,
+    )  # dearer to import than the rest of a command
+
+    def pattern(_: Any, wanted: str, value: Any, __: Any) -> Iterator[ValidationError]:
+        # In Python `$` also stands before a newline at the end; in the editors that read the same schema it does not.
+        if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", wanted), value):
+            yield ValidationError("does not match")
+
+    kind: Any = validators.extend(Draft202012Validator, {"pattern": pattern})
+    return kind({"$ref": f"#/$defs/{part}", "$defs": schema()["$defs"]})
+
+
+def problems(part: str, file: str, value: Any) -> list[Invalid]:
+    """What is wrong with the shape of a document, in its order; nothing when it is as the schema says."""
+    found = sorted(_validator(part).iter_errors(value), key=lambda error: [str(step) for step in error.absolute_path])
+    return [explained(file, error) for error in found]
+
+
+def explained(file: str, error: Any) -> Invalid:
+    """An error of the validator in words that name the place, the value and what was wanted."""
+    while error.validator in ("oneOf", "anyOf") and error.context:
+        near = [each for each in error.context if each.validator != "type" or len(each.path)]
+        error = max(
+            near or error.context[:1], key=lambda each: (len(each.path), each.validator not in ("const", "required"))
+        )
+    place = place_of(error.absolute_path)
+    value, limit, said = error.instance, error.validator_value, error.schema if isinstance(error.schema, dict) else {}
+    hint = said.get("description")
+    if error.validator == "additionalProperties" and isinstance(value, dict):
+        known = list(said.get("properties", ()))
+        unknown = [key for key in value if key not in known]
+        return wrong(file, place, f"there is no {unknown[0]!r:.60} here", did_you_mean(unknown[0], known))
+    if error.validator == "propertyNames":
+        return wrong(file, place, f"{value!r:.80} can't be a name here", said.get("description"))
+    if error.validator == "required":
+        missing = [key for key in limit if key not in value]
+        more = said.get("properties", {}).get(missing[0], {})
+        return wrong(file, place, f"{missing[0]!r} is missing", more.get("description") or hint)
+    if error.validator == "type":
+        wanted = limit if isinstance(limit, list) else [limit]
+        return wrong(file, place, f"{_short(value)} is not {' or '.join(_TYPES[each] for each in wanted)}", hint)
+    if error.validator == "enum":
+        near = did_you_mean(value, limit) if isinstance(value, str) else ", ".join(map(str, limit))
+        return wrong(file, place, f"{_short(value)} is none of its values", near)
+    if error.validator in ("pattern", "const"):
+        return wrong(file, place, f"{_short(value)} can't be this", hint)
+    if error.validator in ("oneOf", "anyOf", "dependentRequired", "not"):
+        return wrong(file, place, f"{_short(value)} is not what belongs here", hint)
+    return wrong(file, place, str(error.message)[:200], hint)
+
+
+_TYPES = {
+    "object": "a mapping", "array": "a list", "string": "text", "integer": "a whole number", "number": "a number",
+    "boolean": "true or false", "null": "null",
+}  # fmt: skip
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    shown = json.dumps(value, ensure_ascii=False)
+    return shown if len(shown) <= 60 else shown[:59] + "…"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint: the names that are nearest, or all there are."""
+    names = list(known)
+    near = difflib.get_close_matches(name[:60], names, 3, 0.6)
+    return f"did you mean {' or '.join(near)}?" if near else ", ".join(names)
+
+
+def place_of(steps: Iterable[Any]) -> str:
+    """A place in a document: contracts.triage.approvals[0].by."""
+    made = ""
+    for step in steps:
+        made += f"[{step}]" if isinstance(step, int) else f"{'.' if made else ''}{step:.60}"
+    return made
