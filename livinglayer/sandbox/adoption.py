@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LayerError, Unavailable
+from . import exchanges
 from .blueprint import VIRTUAL, Blueprint
 from .box import Box
 from .cgroups import remove as remove_cgroup
@@ -111,6 +112,8 @@ async def _adopt_one(
                 await host.spawner.release(id)
         host.drop_resources(box)
         box.state = "suspended"  # its processes went with the host; its files stay
+    for event in exchanges.untold(host.state, id, box.trace):
+        box.trace.add("network", **{key: value for key, value in event.items() if key not in ("event", "box", "at")})
     box.trace.add("adopt", state=box.state)
     box.save(host.records)
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from ..errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
 from ..settings import state_directory
-from . import inside
+from . import exchanges, inside
 from .admission import Admission
 from .adoption import adopt
 from .blueprint import NAME, VIRTUAL, Blueprint, Tier
@@ -633,6 +633,7 @@ class Host:
                 self.write_traces()
             if count % 300 == 0:
                 prune(self.traces, set(self.boxes))
+                exchanges.prune(self.state, set(self.boxes))
             if self.busy or any(box.name or box.owner for box in self.boxes.values()):
                 self.used = time.monotonic()
             if IDLE_SECONDS and time.monotonic() - self.used > IDLE_SECONDS:
@@ -871,7 +872,10 @@ class Host:
 
     def _on_request(self, event: Event) -> None:
         box = self.boxes.get(event.get("box", ""))
+        fields = {key: value for key, value in event.items() if key not in ("event", "box", "at")}
         if box is None:
+            if "model" in event and (trace := self.ended.get(event.get("box", ""))):
+                trace.add("network", **fields)  # what its end broke off was paid for all the same
             return
         box.touch()
         verdict = event.get("verdict")
@@ -879,7 +883,6 @@ class Host:
             box.requests[verdict] += 1
         box.requests["up"] += event.get("up") or 0
         box.requests["down"] += event.get("down") or 0
-        fields = {key: value for key, value in event.items() if key not in ("event", "box", "at")}
         box.trace.add("network", **fields)
         for used in event.get("secrets") or ():
             box.trace.add("secret", name=used, host=event.get("host"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Invalid, LimitExceeded, Unavailable
+from .exchanges import directory
 
 MESSAGE = 65536
 REUSED = 64  # networks kept for the next box
@@ -231,6 +232,7 @@ class Gateway:
             "secrets": dict(secrets),
             "record": record,
             "replay": replay,
+            "exchanges": str(directory(self._state, box)),
         }
         self._open[box] = (network, message)
         if network.used or rules or secrets or record or replay:

@@ -1,5 +1,6 @@
 """What people hold: `Sandbox`, and `AsyncSandbox` for event loops. Both are one piece of code; the first is made of the second."""
 
+import base64
 import functools
 import inspect
 import io
@@ -783,6 +784,13 @@ class AsyncSandbox:
     async def trace(self) -> "List[dict[str, Any]]":
         """Everything done to and by it, oldest first; also after its end."""
         return await self._do("trace")
+
+    async def exchange(self, name: str, part: str) -> bytes:
+        """What was said to a model, the `request`, or by it, the `answer`, in an exchange that the trace names; also after its end."""
+        found = b""
+        while piece := base64.b64decode(await self._do("exchange", name=name, part=part, offset=len(found))):
+            found += piece
+        return found
 
     async def trace_after(self, offset: int = 0) -> tuple["List[dict[str, Any]]", int]:
         """What its trace holds after an offset, also after its end, and the offset after that; never waits."""

@@ -1,6 +1,7 @@
 """The host's socket: one connection does one thing at a time; commands, files and ports stream both ways over it."""
 
 import asyncio
+import base64
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Conflict, Invalid, LayerError, TimedOut, Unavailable
+from . import exchanges
 from .agent import Agent, Writing, failure
 from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
@@ -861,6 +863,14 @@ async def trace_more(connection: Connection, request: dict[str, Any]) -> dict[st
         if events or box is None or time.monotonic() > deadline:
             return {"events": events, "offset": offset, "ended": box is None}
         await asyncio.sleep(0.1)
+
+
+@verb("exchange")
+async def exchange(connection: Connection, request: dict[str, Any]) -> str:
+    """A piece of what was said to a model or by it, base64; also after the end of the box."""
+    offset = int(request.get("offset") or 0)
+    data = exchanges.read(connection.host.state, str(request["box"]), request.get("name"), request.get("part"), offset)
+    return base64.b64encode(data).decode()
 
 
 def _absolute(change: Change) -> dict[str, Any]:

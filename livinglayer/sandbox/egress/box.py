@@ -12,7 +12,7 @@ from livinglayer.errors import Denied, LimitExceeded
 from livinglayer.sandbox.egress import names, rules
 from livinglayer.sandbox.egress.dns import Book
 from livinglayer.sandbox.egress.limits import Limits
-from livinglayer.sandbox.egress.record import Recorder, Replay
+from livinglayer.sandbox.egress.record import Exchanges, Kept, Recorder, Replay
 from livinglayer.sandbox.egress.rules import Ask, Rule
 from livinglayer.sandbox.egress.secrets import Secrets, Used
 
@@ -32,6 +32,7 @@ class Box:
         record: str | None = None,
         replay: str | None = None,
         used: Mapping[str, int] | None = None,
+        exchanges: str | None = None,
     ) -> None:
         self.id, self.limits, self._tell = ident, limits, tell
         self.rules = rules.parse(given)
@@ -46,6 +47,7 @@ class Box:
         self._untold = asyncio.Semaphore(limits.pending_events)
         self.replay = Replay(Path(replay)) if replay else None
         self.recorder = Recorder(Path(record)) if record else None
+        self.exchanges = Exchanges(Path(exchanges)) if exchanges else None
         self._name_hosts()
 
     def _name_hosts(self) -> None:
@@ -87,11 +89,14 @@ class Box:
                 raise LimitExceeded(f"the rate of egress rule {rule.text} is reached: {ask}", rule=rule, wait=wait)
         return rule
 
-    async def tell(self, event: dict[str, Any]) -> None:
+    async def tell(self, event: dict[str, Any], kept: Kept | None = None) -> None:
         """An event for the host. Waits while the host has many of this box to take: a flood slows its sender, none is lost."""
         await self._untold.acquire()
         hidden = {key: self.secrets.hide_text(one) if isinstance(one, str) else one for key, one in event.items()}
-        await self._tell({"event": "request", "box": self.id, "at": time.time()} | hidden, self._untold.release)
+        told = {"event": "request", "box": self.id, "at": time.time()} | hidden
+        if kept is not None:
+            kept.end(told)
+        await self._tell(told, self._untold.release)
 
     def close(self) -> dict[str, Any]:
         """End everything; what it amounted to."""
@@ -115,6 +120,8 @@ class Passage:
         self.reason: str | None = None
         self.up = self.down = 0
         self.used = Used()
+        self.model: dict[str, Any] | None = None  # of an exchange with one: what it took and why it ended
+        self.kept: Kept | None = None
         self.abort: Callable[[], None] = lambda: None
         self._told = False
         self._began = time.time()
@@ -156,7 +163,7 @@ class Passage:
         self._told = True
         if self.used.kept and self.reason is None:
             self.reason = f"placeholder left as it is: {', '.join(sorted(self.used.kept))}"
-        await self.box.tell({
+        event = {
             "began": self._began,
             "protocol": self.protocol,
             "host": self.ask.host,
@@ -171,4 +178,5 @@ class Passage:
             "reason": self.reason[:2048] if self.reason else None,
             "secrets": sorted(self.used.swapped),
             "placeholders": sorted(self.used.kept),
-        })  # fmt: skip
+        }  # fmt: skip
+        await self.box.tell(event if self.model is None else event | {"model": self.model}, self.kept)

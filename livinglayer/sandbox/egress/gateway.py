@@ -219,6 +219,7 @@ class Gateway:
             message.get("record"),
             message.get("replay"),
             message.get("used"),
+            message.get("exchanges"),
         )
         tcp, dns = fds
         fds.clear()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from livinglayer.errors import Denied, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
-from livinglayer.sandbox.egress import names, rules, secrets, tls
+from livinglayer.sandbox.egress import models, names, rules, secrets, tls
 from livinglayer.sandbox.egress.box import Box, Passage
 from livinglayer.sandbox.egress.complaint import complain
 from livinglayer.sandbox.egress.dial import connect
@@ -223,6 +223,8 @@ class Exchange:
         ask = Ask(site.scheme, site.host or site.address, site.port, request.method, seen)
         self.passage = Passage(site.box, request.protocol, ask)
         self.digest = hashlib.sha256()
+        self.reader: models.Reader | None = None  # of a model's answer
+        self._asked, self._went = 0, False  # bytes of the request, and whether a server has got any
         self._task = asyncio.current_task()
 
     async def run(self) -> None:
@@ -244,7 +246,28 @@ class Exchange:
             self.passage.reason = "the gateway failed"
             self.reply.abort()
         finally:
+            self._count()
             await self.passage.end()
+
+    def _count(self) -> None:
+        """What an exchange with a model took, also of one that was broken off: whoever hangs up has been answered so far."""
+        passage, kept = self.passage, self.passage.kept
+        if self.reader is None or not self._went or passage.rule is None:
+            passage.kept = None
+            return
+        self.reader.end()
+        counts = self.reader.tokens(self._asked, passage.status, posted=True)
+        passage.model = {"api": passage.rule.model, "model": self.reader.model, **counts, "stop": self.reader.stop}
+        if kept is not None:
+            kept.close()
+            passage.model |= {"exchange": kept.name} | ({"cut": sorted(kept.cut)} if kept.cut else {})
+
+    async def _heard(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for data in body:
+            self._asked += len(data)
+            if self.passage.kept is not None:
+                self.passage.kept.add("request", data)
+            yield data
 
     async def _refuse(self, status: int, error: LayerError) -> None:
         if self.reply.started:
@@ -296,6 +319,8 @@ class Exchange:
         upgrade = self._wants_websocket()
         if upgrade:
             self.passage.protocol = "ws"
+            if rule.model is not None:
+                raise Denied("what is said to a model over a WebSocket can't be counted", rule=rule)
         recorder, replay = box.recorder, box.replay
         recording = recorder.begin() if recorder and not upgrade else None
         url = box.secrets.hide_text(str(Ask(self.site.scheme, host, self.site.port)) + (path + query).decode())
@@ -304,6 +329,9 @@ class Exchange:
                 raise Denied("WebSockets are not recorded, so they can't be replayed")
             if await self._replayed(url, recording):
                 return
+        if rule.model is not None and request.method not in ("GET", "HEAD", "OPTIONS"):
+            self.reader, request.body = models.Reader(), self._heard(request.body)
+            self.passage.kept = box.exchanges.begin() if box.exchanges is not None else None
         headers, query, length, body = await self._with_secrets(rule, query, upgrade)
         self.passage.sent(len(path) + len(query) + _size(headers) + 32)
         authority = host.encode() + (
@@ -312,6 +340,7 @@ class Exchange:
         again = length == 0
         while True:
             upstream, used = await self.site.upstream(rule, host, request.protocol == "h2" and not upgrade)
+            self._went = True
             try:
                 response = await upstream.ask(
                     request.method, self.site.scheme, authority, path + query, headers, length, body, [],
@@ -354,8 +383,8 @@ class Exchange:
         dropped = {one.strip().lower() for one in said.get(b"connection", b"").split(b",")} - _FRAMING
         kept = [(name, value) for name, value in request.headers if name not in _OWN and name not in dropped]
         guarded = known and rule.secrets
-        if guarded:
-            # The response must be readable and whole, or a value could come back in a form that is not seen.
+        if guarded or rule.model is not None:
+            # The response must be readable and whole, or a value could come back in a form that is not seen, or tokens uncounted.
             kept = [
                 (name, value)
                 for name, value in kept
@@ -405,23 +434,29 @@ class Exchange:
         length = dict(response.headers).get(b"content-length")
         no_body = self.request.method == "HEAD" or response.status in (204, 304)
         decode: Callable[[bytes], Iterator[bytes]] | None = None
-        if known and rule.secrets and not no_body:
+        if ((known and rule.secrets) or rule.model is not None) and not no_body:
             coding = dict(headers).get(b"content-encoding", b"identity").lower()
             if coding != b"identity":
                 decode = _decoder(coding)
                 headers = [(name, value) for name, value in headers if name not in (b"content-encoding", b"etag")]
-        if length is not None and (no_body or not known):
+        if length is not None and (no_body or (not known and decode is None)):
             headers.append((b"content-length", length))
         self.passage.status = response.status
         self.passage.received(_size(response.headers) + 16)
         await self.reply.head(response.status, headers)
         recorder = self.box.recorder
         redactor = known.redactor()
+        if self.reader is not None:
+            self.reader = models.Reader(dict(headers).get(b"content-type", b"").decode("latin-1"))
 
         async def pass_on(data: bytes) -> None:
             if data:
                 if recording and recorder:
                     recorder.data(recording, data)
+                if self.reader is not None:
+                    self.reader.feed(data)
+                if self.passage.kept is not None:
+                    self.passage.kept.add("answer", data)
                 await self.reply.data(data)
 
         async for data in response.body:
@@ -504,7 +539,7 @@ async def _once(data: bytes) -> AsyncIterator[bytes]:
 def _decoder(coding: bytes) -> Callable[[bytes], Iterator[bytes]]:
     """Undo a content coding the server used unasked; Unavailable for one that can't be undone here."""
     if coding not in (b"gzip", b"x-gzip", b"deflate"):
-        raise Unavailable(f"the server answered in {coding.decode('latin-1')}, which can't be searched for secrets")
+        raise Unavailable(f"the server answered in {coding.decode('latin-1')}, which the gateway can't read")
     stream = zlib.decompressobj(47)  # gzip or zlib, by its header
 
     def decode(data: bytes) -> Iterator[bytes]:

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from livinglayer.errors import Invalid
-from livinglayer.sandbox.egress import names
+from livinglayer.sandbox.egress import models, names
 from livinglayer.sandbox.egress.dial import literal
 
 Protocol = Literal["http", "https", "tcp"]
 PLACES = ("header", "query", "body")
 DEFAULT_PORT = {"http": 80, "https": 443}
 KEYS = frozenset(
-    "host port method path bytes rate protocol secrets swap private resolve action tls".split(),
+    "host port method path bytes rate protocol secrets swap private resolve action tls model".split(),
 )
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
 _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)\Z")
@@ -46,6 +46,9 @@ class Rule:
     private: bool = False
     resolve: tuple[str, int | None] | None = None  # the address to dial, and a port if it is another
     tls: Literal["terminate", "pass"] = "terminate"
+    model: Literal["anthropic", "openai"] | None = (
+        None  # the API spoken there: its exchanges are kept, its tokens counted
+    )
 
     @property
     def whole(self) -> bool:
@@ -155,6 +158,11 @@ def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
         raise Invalid("method, path and secrets need HTTP the gateway can read", hint='drop "tls": "pass" or tcp')
     if tls == "pass" and protocols != {"https"}:
         raise Invalid('"tls": "pass" is for https', hint="tcp passes whatever it carries")
+    model = given.get("model")
+    if model is not None and (models.check(model) is None or action == "deny" or not protocols & {"http", "https"}):
+        raise Invalid(f"model {model!r}", hint=f"{' or '.join(models.APIS)}, for a rule that allows HTTP")
+    if tls == "pass" and model is not None:
+        raise Invalid("a model's answers need HTTP the gateway can read", hint='drop "tls": "pass"')
     if not isinstance(given.get("private", False), bool):
         raise Invalid(f"private {given['private']!r}", hint="true or false")
     return Rule(
@@ -172,6 +180,7 @@ def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
         private=given.get("private", False),
         resolve=_resolve(given.get("resolve")),
         tls=tls,
+        model=models.check(model),
     )
 
 
