@@ -31,7 +31,7 @@ from ..substrate.predicates import compile_predicate
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import json_text
-from . import functions, usage
+from . import approvals, functions, stops, usage
 from . import secrets as vault
 from .blueprints import definer_of, guard, row_by_id, row_of, shape
 from .executions import traceparent
@@ -39,7 +39,10 @@ from .verbs import Call, Items, Object, verb
 
 NAME = re.compile(r"[a-z][a-z0-9_.-]{0,99}")
 BUDGET = ("seconds", "steps", "cpu", "bytes")
-TERMS = ("reads", "scope", "functions", "projections", "blueprint", "egress", "secrets", "minimum_tier", "tier")
+TERMS = (
+    "reads", "scope", "functions", "projections", "blueprint", "egress", "secrets", "minimum_tier", "tier", "approvals", "stops", "artifacts",
+    "contracts", "model",
+)  # fmt: skip
 SLICE = "/run/layer/slice.db"  # where a box finds its slice
 LEASE = 15.0  # seconds that whoever looks after a box may be silent
 
@@ -67,6 +70,9 @@ class Contract:
     model: Mapping[str, Any] | None = None
     program: tuple[str, ...] | None = None
     instructions: str | None = None
+    approvals: tuple[Mapping[str, Any], ...] = ()  # what somebody must say yes to
+    stops: tuple[Mapping[str, Any], ...] = ()  # when its boxes end by themselves
+    contracts: tuple[str, ...] = ()  # to whom it may delegate
 
 
 def load(layer: Any, name: str) -> Contract:
@@ -92,6 +98,7 @@ def _contract(layer: Any, row: Mapping[str, Any]) -> Contract:
         tuple(row["functions"] or ()), tuple(row["projections"] or ()), blueprint, row["budget"] or {},
         tier, row["minimum_tier"], egress(row, blueprint), lent(row, blueprint), terms(row), definer_of(layer, "contract", row),
         tuple(row["artifacts"] or ()), row["model"], argv(row["program"]), row["instructions"],
+        tuple(row["approvals"] or ()), tuple(row["stops"] or ()), tuple(row["contracts"] or ()),
     )  # fmt: skip
 
 
@@ -190,14 +197,17 @@ def check(layer: Any, row: Mapping[str, Any], blueprint: Mapping[str, Any] | Non
     what = f"contract {row['name']!r:.120}"
     if not isinstance(row["name"], str) or not NAME.fullmatch(row["name"]):
         raise Invalid(f"{row['name']!r:.120} can't be the name of a contract", hint="e.g. support-agent")
-    for key in ("projections", "functions", "approvals", "stops", "artifacts"):
+    for key in ("projections", "functions", "artifacts", "contracts"):
         if row[key] is not None and not (
-            isinstance(row[key], list) and all(isinstance(each, str | dict) for each in row[key])
+            isinstance(row[key], list) and all(isinstance(each, str) and each for each in row[key])
         ):
-            raise Invalid(f"{key} of {what} are a list")
-    for key, entity in (("projections", "projection"), ("functions", "function")):
+            raise Invalid(f"{key} of {what} are a list of names")
+    for key, entity in (("projections", "projection"), ("functions", "function"), ("contracts", "contract")):
         for each in row[key] or ():
-            row_of(layer, entity, each, branch) if isinstance(each, str) else _names_only(what, key)
+            if key != "contracts" or each != row["name"]:  # it may delegate to itself
+                row_of(layer, entity, each, branch)
+    approvals.check(layer, what, row["approvals"], branch)
+    stops.check(layer, what, row["stops"], branch)
     schema = layer.schema(branch)
     compiled(canonical(functions.parts("reads", row["reads"])), schema)
     for name, part in functions.parts("scope", row["scope"]).items():
@@ -236,9 +246,6 @@ def check_agent(row: Mapping[str, Any]) -> None:
         raise Invalid(
             f"the program of {what} is a list of texts, or a text for the shell", hint='["python3", "-m", "x"]'
         )
-    for one in row.get("artifacts") or ():
-        if not isinstance(one, str):
-            raise Invalid(f"the artifacts of {what} are names or patterns", hint='["report.md", "*.png"]')
     if model is None:
         return
     if not isinstance(model, Mapping) or (wrong := sorted(set(model) - MODEL)):
@@ -268,23 +275,11 @@ def check_agent(row: Mapping[str, Any]) -> None:
         raise Invalid(f"the prices of the model of {what} are of a million tokens", hint='{"input": 3, "output": 15}')
 
 
-def _names_only(what: str, key: str) -> None:
-    raise Invalid(f"{key} of {what} are a list of names")
-
-
 @verb("box.create", brief=False)
 def create(call: Call, *, contract: str, name: str | None = None, slice: Object | None = None) -> Any:
     """Open a box of a contract on a branch, with a view over a slice; it stays until it is killed or over its budget."""
     layer, asking = call.layer, call.asking
-    found = load(layer, contract)
-    try:
-        permissions = decide(layer, asking.principal, found, call.branch)
-    except Denied as error:
-        if "contract" in layer.schema().by_name:
-            raise
-        layer._ledger.denied(call.execution, error)  # whoever may not read contracts does not learn that there is one
-        raise NotFound(f"there is no contract {contract!r}", hint="select name from contract lists them") from None
-    usage.admit(layer, asking.principal, found.id, ("boxes",))
+    found, permissions = admitted(call, contract, call.branch)
     if name is not None and not BOX_NAME.fullmatch(name):
         raise Invalid(
             f"{name!r:.120} can't be the name of a box", hint="lower-case letters, digits and hyphens, 41 at most"
@@ -294,6 +289,21 @@ def create(call: Call, *, contract: str, name: str | None = None, slice: Object 
     execution = made.execution(asking, call.execution.id)
     layer._ledger.intend(execution, lambda tx: record(tx, execution))
     return made.act(execution)
+
+
+def admitted(call: Call, contract: str, branch: str) -> tuple[Contract, list[int]]:
+    """A contract by its name, and the permission rows that let the caller have a box of it on a branch; within its quotas."""
+    layer, principal = call.layer, call.asking.principal
+    found = load(layer, contract)
+    try:
+        permissions = decide(layer, principal, found, branch)
+    except Denied as error:
+        if "contract" in layer.schema().by_name:
+            raise
+        layer._ledger.denied(call.execution, error)  # whoever may not read contracts does not learn that there is one
+        raise NotFound(f"there is no contract {contract!r}", hint="select name from contract lists them") from None
+    usage.admit(layer, principal, found.id, ("boxes",))
+    return found, permissions
 
 
 def decide(layer: Any, principal: int, contract: Contract, branch: str) -> list[int]:
@@ -363,6 +373,7 @@ class Making:
         strong_enough(contract)
         self.layer, self.contract, self.principal, self.branch, self.slice = layer, contract, principal, branch, slice
         self.reads, self.permissions = view(layer, contract, slice, branch), permissions
+        self.agent: dict[str, Any] | None = None  # the program that its keeper starts in it, and the task
         self.key = secrets.token_hex(8)  # the box's label, and what its token is made of
         self.name = name or f"{re.sub('[^a-z0-9]+', '-', contract.name)[:30].strip('-')}-{self.key[:6]}"
         row = {**(contract.blueprint or {}), "egress": list(contract.egress), "secrets": list(contract.secrets)}
@@ -380,12 +391,13 @@ class Making:
         env = {"LAYER_SLICE": SLICE} if self.sliced else {}
         self.shape = shaped.changed(
             tier=contract.tier,
-            wall=min(filter(None, (shaped.wall, limit)), default=None),
+            # The host's clock goes on while a box waits for a yes, which its budget does not pay: then only its keeper counts.
+            wall=shaped.wall if contract.approvals else min(filter(None, (shaped.wall, limit)), default=None),
             env={**shaped.env, **env},
         )
 
-    def execution(self, asking: Any, parent: int | None) -> Execution:
-        """The execution that the box is, not recorded yet."""
+    def execution(self, asking: Any, parent: int | None, fresh: bool = False) -> Execution:
+        """The execution that the box is, not recorded yet. A `fresh` branch is not there yet either."""
         scope = {"branch": self.branch, "entities": self.contract.scope}
         made: Execution = self.layer._ledger.open(
             self.principal, scope, "contract", asking.reason, parent, traceparent(asking.trace)
@@ -394,11 +406,12 @@ class Making:
         made.blueprint = None if self.contract.blueprint is None else self.contract.blueprint["name"]
         with self.layer.engine.reading() as session:
             state = clock(self.layer.engine, session)[0]
-            branch = (
-                MAIN if self.branch == "main" else self.layer._catalog.branch(session, self.branch, open_only=True).id
-            )
+            branch = MAIN if self.branch == "main" or fresh else self._branch(session)
         made.call = self.called(branch, state)
         return made
+
+    def _branch(self, session: Any) -> int:
+        return int(self.layer._catalog.branch(session, self.branch, open_only=True).id)
 
     def called(self, branch: int | None, state: int) -> dict[str, Any]:
         """What was asked, as columns of the ledger."""
@@ -406,8 +419,10 @@ class Making:
             "contract": self.contract.name, "name": self.name, "slice": self.slice, "key": self.key, "terms": self.contract.terms,
             "host": home(), "readable": sorted(self.readable), "sliced": self.sliced,
         }  # fmt: skip
+        if self.agent is not None:
+            given["agent"] = self.agent
         return {
-            "verb": "box.create", "version": self.contract.version, "arguments": json_text("arguments", given), "branch": branch, "state": state,
+            "verb": "box.create" if self.agent is None else "agent.run", "version": self.contract.version, "arguments": json_text("arguments", given), "branch": branch, "state": state,
             "contract": self.contract.id, "attempt": 1, "permissions": json_text("permissions", self.permissions),
         }  # fmt: skip
 

@@ -151,14 +151,18 @@ class Run:
         except LayerError as error:
             if isinstance(error, Conflict) and self.draft.first_read is not None:
                 self.conflicted = True
-            if isinstance(error, Denied):
-                self.layer._ledger.denied(self.execution, error, action=name)
-            if self.before + len(self.steps) < STEPS:
-                self.steps.append(("refusal", _refusal(name, given, body, error), now()))
+            self.refuse(name, error, given, body)
             raise
         if len(self.steps) > before:
             self.steps[before][1]["ms"] = round((time.perf_counter() - start) * 1000, 2)
         return answer
+
+    def refuse(self, name: str, error: LayerError, given: Mapping[str, Any], body: bytes = b"") -> None:
+        """Record that something was asked for and not done."""
+        if isinstance(error, Denied):
+            self.layer._ledger.denied(self.execution, error, action=name)
+        if self.before + len(self.steps) < STEPS:
+            self.steps.append(("refusal", _refusal(name, given, body, error), now()))
 
     def _on_query(self, given: _Given) -> Any:
         sql, params, limit = given.text("sql"), given.get("params"), given.get("limit")
@@ -248,9 +252,12 @@ class Run:
         )
 
     def _on_call(self, given: _Given) -> Any:
+        return _Raw(self.called(given.text("function"), given.get("arguments") or {}))
+
+    def called(self, name: str, arguments: Any, key: str | None = None) -> bytes:
+        """The answer to a call of a function this execution may call; a second one with the same `key` runs nothing."""
         from .verbs import VERBS, call
 
-        name, arguments = given.text("function"), given.get("arguments") or {}
         if name in VERBS or (self.calls is not None and name not in self.calls):
             raise Denied(f"this execution may not call {name!r}", action="call", resource=f"function:{name}")
         self._room(1)
@@ -268,6 +275,7 @@ class Run:
                 parent=self.execution.id,
                 trace=self.execution.trace,
                 contract=(self.execution.call or {}).get("contract"),
+                key=key,
             )
         finally:
             _inner.depth = depth
@@ -275,7 +283,7 @@ class Run:
         with self.layer.engine.reading() as session:
             tx = clock(self.layer.engine, session)[0]
         self.step("call", function=name, asked=digest(dumps(arguments)), tx=tx, **self._told(data))
-        return _Raw(b'{"result":' + data + b"}")
+        return b'{"result":' + data + b"}"
 
     def _on_secret(self, given: _Given) -> Any:
         name = given.text("name")

@@ -21,7 +21,6 @@ from .executions import STEPS, digest, traceparent
 from .verbs import Call, Object, verb
 
 LARGEST = 64 << 20  # bytes of one file that is brought back
-PASSING = ("/run/", "/tmp/", "/var/tmp/", "/dev/")  # what is there is nobody's work
 
 
 @verb("reality.fork", brief=False)
@@ -195,7 +194,7 @@ def _work(layer: Any, box: Any, since: str | None) -> list[dict[str, Any]]:
     found = []
     for change in changes:
         path = change["path"]
-        if change["type"] != "file" or path.startswith(PASSING) or change.get("attributes_only"):
+        if change["type"] != "file" or path.startswith(tending.PASSING) or change.get("attributes_only"):
             continue
         told = {"name": path.lstrip("/"), "box": box.id, "kind": change["kind"]}
         if change["kind"] != "removed":

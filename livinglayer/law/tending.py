@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,9 +22,10 @@ from ..substrate.ledger import Execution, now
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import datetime_text
-from . import contracts, runners, usage
+from . import contracts, runners, tools, usage
 from .channel import Channel
 from .executions import STEPS, Run
+from .programs import Program, recorded
 from .signature import dumps
 
 LOOK = 0.5  # seconds between two looks for boxes
@@ -34,6 +35,8 @@ YOUNG = 30.0  # an execution without a box that is younger is being made
 LARGE = 16 << 10  # bytes of a step's detail
 KEEPER = "keeper/"  # leases of those who look after boxes, by host
 KINDS = {"exec": "command", "network": "network", "secret": "secret", "file": "file", "limit": "limit"}
+ANSWER = 64 << 10  # bytes of what an agent returns
+PASSING = ("/run/", "/tmp/", "/var/tmp/", "/dev/")  # what is there is nobody's work
 log = logging.getLogger("livinglayer")
 
 
@@ -49,6 +52,9 @@ class Bound(Run):
         self.contract, self.terms = contract, given["terms"]
         self.token = contracts.token(layer.id, given["key"])
         self.about = {"contract": contract.name, "box": given["name"], "projections": list(contract.projections)}
+        self.agent: Mapping[str, Any] | None = given.get("agent")
+        self._known: tuple[Any, dict[str, tools.Tool]] | None = None
+        self.used: Callable[[], Mapping[str, float]] = dict
         self.refused: Denied | None = None
         if given["sliced"]:
             self.on_slice = lambda: self._slice(box)
@@ -83,6 +89,52 @@ class Bound(Run):
             )
         contracts.decide(self.layer, self.execution.principal, found, self.branch)
 
+    # What an agent asks of itself
+
+    def _on_agent(self, given: Any) -> Any:
+        if self.agent is None:
+            raise NotFound("this box is no agent's", hint="layer agent run CONTRACT --task …")
+        model, digest = self.agent["model"], self.agent.get("messages")
+        if model is not None:
+            model = {key: model.get(key) for key in ("api", "url", "model", "max_tokens", "timeout", "secret")}
+        kept = None if digest is None else self.layer.engine.get_blob(digest)
+        return {
+            "task": self.agent["task"], "instructions": self.contract.instructions, "model": model,
+            "tools": [tool.told() for tool in self._tools().values()], "messages": None if kept is None else json.loads(kept),
+            "budget": self.budget(),
+        }  # fmt: skip
+
+    def budget(self) -> list[dict[str, Any]]:
+        """What its contract lets it use, what it has used and what is left."""
+        used = self.used()
+        return [
+            {"resource": name, "amount": amount, "used": round(used.get(name, 0), 6), "left": round(max(0, amount - used.get(name, 0)), 6)}
+            for name, amount in {"steps": STEPS, **self.contract.budget}.items()
+        ]  # fmt: skip
+
+    def _tools(self) -> dict[str, tools.Tool]:
+        with self.layer.engine.reading() as session:
+            epoch = clock(self.layer.engine, session)[1]
+        if self._known is None or self._known[0] != epoch:
+            self._known = (epoch, tools.tools(self, self.contract.contracts))
+        return self._known[1]
+
+    def _on_tool(self, given: Any) -> Any:
+        return tools.use(self, self._tools(), given)
+
+    def _on_said(self, given: Any) -> Any:
+        return tools.said(self, given)
+
+    def _on_return(self, given: Any) -> Any:
+        done = super()._on_return(given)
+        assert self.returned is not None
+        data = dumps(self.returned)
+        if len(data) > ANSWER:
+            self.returned = None
+            raise LimitExceeded(f"an answer is at most {ANSWER} bytes", hint="keep the rest as an artifact")
+        self.step("answer", **self.returned)
+        return done
+
     def _slice(self, box: Any) -> str:
         tx = contracts.put_slice(self.layer, box, self.reads or {}, self.execution.principal, self.branch)
         self.step("query", slice=sorted(self.reads or {}), tx=tx)
@@ -111,12 +163,16 @@ class Kept:
         except LayerError as error:  # nobody can act under it any more
             self.problem = Denied(f"contract {self.given.get('contract')!r} is no more: {error.message}")
         self.run.before, self.seen, self.began = self._recorded()
+        if isinstance(self.run, Bound):
+            self.run.used = self.used
         self.offset, self.ended = 0, False
         self.cpu, self.memory, self.sent, self.received, self._cpu_now = 0.0, 0.0, 0, 0, 0.0
         self._heard = {"cpu": 0.0, "sent": 0.0, "received": 0.0}
         self._ticked, self._why = time.monotonic(), ""
         self._pid = None if self.box is None else self.box.info()["pid"]
         self._remember()
+        agent = self.given.get("agent")
+        self.program = None if agent is None else Program(self.run, self.box, agent)
         self.stop, self.stale = threading.Event(), False
         acts = [self._watch_over, self._serve] if isinstance(self.run, Bound) else [self._watch_over]
         self.threads = [threading.Thread(target=act, name=f"layer-box-{number}", daemon=True) for act in acts]
@@ -195,9 +251,12 @@ class Kept:
     def _watch_over(self) -> None:
         """Look at the box until it has ended, or somebody else does."""
         try:
-            while not self.stop.wait(TICK) and not self.ended:
+            while not self.stop.wait(TICK if self.program is None else TICK / 5) and not self.ended:
                 try:
-                    self._tick()
+                    if self.program is None or time.monotonic() - self._ticked >= TICK:
+                        self._tick()
+                    if self.program is not None and not self.stop.is_set() and not self.ended and self._turn():
+                        self.finish()
                 except LayerError as error:  # the database is busy or away
                     log.warning("box of execution %s: %s", self.number, error)
         except Exception as error:
@@ -243,6 +302,15 @@ class Kept:
                 problem = error
         if problem is not None:
             self.end(problem)
+
+    def _turn(self) -> bool:
+        """Look at the agent's program; whether it is over."""
+        assert self.program is not None
+        try:
+            return self.program.turn()
+        except (NotFound, Conflict, Unavailable) as error:  # the box is gone, or its host starts again
+            log.info("program of execution %s: %s", self.number, error)
+            return False
 
     def _measure(self, passed: float) -> None:
         assert self.box is not None
@@ -307,14 +375,18 @@ class Kept:
             self.run.flushed = first
             raise
 
-    def _over(self) -> LimitExceeded | None:
-        """The budget that is used up, if one is."""
-        budget = {} if not isinstance(self.run, Bound) else self.run.contract.budget
+    def used(self) -> dict[str, float]:
+        """What it has used of what budgets speak of."""
         used = self.spent()
-        spent = {
+        return {
             "seconds": (datetime.now(UTC) - self.began).total_seconds(), "steps": self.run.before + len(self.run.steps),
             "cpu": used["cpu"], "bytes": used["sent"] + used["received"],
         }  # fmt: skip
+
+    def _over(self) -> LimitExceeded | None:
+        """The budget that is used up, if one is."""
+        budget = {} if not isinstance(self.run, Bound) else self.run.contract.budget
+        spent = self.used()
         for name, amount in {"steps": STEPS, **budget}.items():
             if spent[name] > amount:
                 return _spent(name, spent[name], amount)
@@ -326,13 +398,58 @@ class Kept:
         """Stop the box, and say why."""
         self.run.open = False
         assert self.box is not None
-        try:
-            for change in self.box.changes()[:1000]:
-                self.run.steps.append(("file", dict(change), now()))
-        except LayerError:
-            pass
+        self._files()
         self.box.kill()
         self.conclude(problem)
+
+    def _files(self) -> None:
+        """The files it changed, as steps."""
+        assert self.box is not None
+        try:
+            found = [change for change in self.box.changes() if not change["path"].startswith(PASSING)]
+        except LayerError:
+            return
+        for change in found[:1000]:
+            if self.run.before + len(self.run.steps) < STEPS:
+                self.run.steps.append(("file", dict(change), now()))
+
+    def _kept_files(self) -> list[dict[str, Any]]:
+        """Those that are recorded as changed by it; what the host told while it ran has a time."""
+        return [detail for _, detail in recorded(self.run, ("file",)) if "at" not in detail]
+
+    def finish(self) -> None:
+        """The agent's program is over: keep what it did, propose it, and let the box go. Whoever is killed here is followed by one who goes on."""
+        self.run.open = False
+        assert self.box is not None
+        self._watch()
+        if not self._kept_files():
+            self._files()
+        self._flush()
+        self._propose()
+        self.box.kill()
+        self.conclude()
+
+    def _failure(self) -> LayerError | None:
+        """Why the agent has failed, if it has."""
+        assert self.program is not None
+        if self.program.exit is None:
+            return LayerError("it was stopped before its program ended") if self._why == "killed" else None
+        return self.program.problem(self.run.contract.artifacts if isinstance(self.run, Bound) else ())
+
+    def _propose(self) -> int | None:
+        """Its branch for a merge, when it is done and has changed something; once."""
+        from . import agents
+
+        if (
+            self.program is None
+            or not self.program.agent.get("propose")
+            or self.program.exit is None
+            or self._failure()
+        ):
+            return None
+        return agents.propose(
+            self.layer, self.execution, str(self.given["contract"]), self.branch, len(self._kept_files())
+        )
 
     def conclude(self, problem: LayerError | None = None) -> None:
         """The box is gone: record the rest, and how it ended."""
@@ -346,10 +463,14 @@ class Kept:
         if problem is None and self._why == "wall limit":
             budget = self.run.contract.budget.get("seconds") if isinstance(self.run, Bound) else None
             problem = LimitExceeded("its time was over") if budget is None else _spent("seconds", budget, budget)
+        elif problem is None and self.program is not None and (self.program.exit is not None or self._why == "killed"):
+            problem = self._failure()
         elif problem is None and self._why not in ("killed", ""):
             problem = LayerError(f"the box ended: {self._why}")
         elif problem is None and not self._why:
             problem = LayerError("the box is gone, and its host does not know why")
+        if self.program is not None:
+            told |= self.program.told() | {"branch": self.branch, "proposal": None if problem else self._propose()}
         if problem is not None:
             status = "denied" if isinstance(problem, Denied) else "failed"
             told["error"] = {"code": problem.code, "message": problem.message, "hint": problem.hint}

@@ -109,10 +109,16 @@ def discard(ledger: Ledger, execution: Execution, name: str, reason: str | None)
         if branch.id == MAIN:
             raise Invalid("main can't be discarded")
         work.catalog.policy(work.session, execution.principal, work.version).require("fork", f"branch:{name}")
-        tx = work.tx(execution, reason=reason or f"discard {name}")
-        tx.record(SYSTEM.by_name["branch"], {"status": "discarded", "name": f"{name}_{branch.id}"[-48:]}, branch.id)
-        work.changed_governing(tx.number)
-        tx.finish()
+        discarded(work, execution, branch, reason)
+
+
+def discarded(work: Work, execution: Execution, branch: Branch, reason: str | None) -> None:
+    """`discard` of a branch that whoever asks has made itself this moment, or may discard."""
+    tx = work.tx(execution, reason=reason or f"discard {branch.name}")
+    renamed = f"{branch.name}_{branch.id}"[-48:]
+    tx.record(SYSTEM.by_name["branch"], {"status": "discarded", "name": renamed}, branch.id)
+    work.changed_governing(tx.number)
+    tx.finish()
 
 
 # Diff

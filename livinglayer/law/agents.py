@@ -1,0 +1,261 @@
+"""Agents: a contract with a task, as a program in a box on a branch of its own; what it did there is proposed, reviewed and merged by a person."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import Conflict, Denied, Invalid, LayerError, NotFound, Unavailable
+from ..sandbox.sandbox import Sandbox
+from ..substrate import branches
+from ..substrate.ledger import Execution
+from ..substrate.reads import clock
+from ..substrate.schema import MAIN, SYSTEM
+from . import approvals, contracts, tending
+from .blueprints import row_by_id
+from .programs import LOOP
+from .verbs import Call, verb
+
+TASK = 32 << 10  # bytes; a program finds it in its environment
+SHOWN = 1000  # rows and files that a review lists
+
+
+@verb("agent.run", brief=False)
+def run(
+    call: Call, *, contract: str, task: str, source: str = "main", on: str | None = None, command: Any = None, model: str | None = None,
+    name: str | None = None, propose: bool = True,
+) -> Any:  # fmt: skip
+    """Start an agent of a contract on a branch of its own (or `on` one), to do a task; what it changes is proposed for a merge."""
+    branch = on or own_branch(name or contract)
+    found, permissions = contracts.admitted(call, contract, branch)
+    agent = {**of(found, task, command, model), "propose": propose and on is None}
+    return begin(call, found, agent, permissions, branch, None if on else source, name)
+
+
+def own_branch(name: str) -> str:
+    """A name for the branch of an agent that nobody has yet."""
+    return f"{re.sub('[^a-z0-9]+', '_', name.lower())[:40].strip('_')}_{secrets.token_hex(3)}"
+
+
+def of(
+    contract: contracts.Contract, task: str, command: Any = None, model: str | None = None, messages: str | None = None
+) -> dict[str, Any]:
+    """What is recorded of an agent that is to be: its task, program and model; Invalid when the contract has neither of these."""
+    if not task.strip() or "\0" in task:
+        raise Invalid("an agent needs a task", hint='layer agent run CONTRACT --task "…"')
+    if len(task.encode()) > TASK:
+        raise Invalid(f"a task is at most {TASK} bytes", hint="put the rest into a row it can read")
+    if command is not None:
+        contracts.check_agent({"name": contract.name, "program": command})
+    argv = contracts.argv(command) or contract.program
+    if argv is None and contract.model is None:
+        raise Invalid(
+            f"contract {contract.name!r} has neither a model nor a program, so there is nothing to run",
+            hint="layer contract define with model or program; or layer agent run … -- COMMAND",
+        )
+    if model is not None and contract.model is None:
+        raise Invalid(f"contract {contract.name!r} has no model", hint="leave --model out")
+    asked = None if contract.model is None else {**contract.model, **({} if model is None else {"model": model})}
+    return {"task": task, "argv": list(argv or LOOP), "model": asked, "messages": messages}
+
+
+def begin(
+    call: Call, contract: contracts.Contract, agent: Mapping[str, Any], permissions: list[int], branch: str, source: str | None,
+    name: str | None = None, as_of: Any = None, slice: Any = None, parent: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Make the branch (from `source`, if there is one), the execution and the box of an agent; the keeper starts its program."""
+    layer, asking = call.layer, call.asking
+    box = None if name is None else f"{re.sub('[^a-z0-9]+', '-', name.lower())[:30].strip('-')}-{secrets.token_hex(3)}"
+    making = contracts.Making(layer, contract, asking.principal, source or branch, slice, box, permissions)
+    making.agent, making.branch = dict(agent), branch
+    if call.execution.id is None:
+        layer._ledger.intend(call.execution)
+    execution = making.execution(asking, parent or call.execution.id, fresh=source is not None)
+    if source is None:
+        layer._ledger.intend(execution, lambda tx: contracts.record(tx, execution))
+    else:
+        with layer._ledger.work() as work:
+            why = call.reason or f"agent of {contract.name}"
+            number = branches.forked(work, call.execution, branch, source, None, as_of, why)
+            execution.call = {**(execution.call or {}), "branch": number}
+            tx = work.tx(execution, bare=True, reason=f"agent of {contract.name} on branch {branch}")
+            contracts.record(tx, execution)
+            tx.finish()
+    try:
+        told = making.act(execution)
+    except BaseException:
+        if source is not None:
+            _discard(layer, call.execution, branch)  # without the box there is no branch
+        raise
+    return {key: told[key] for key in ("execution", "box", "id", "branch", "contract", "tier", "kept")} | {
+        "task": agent["task"], "program": agent["argv"], "source": source,
+    }  # fmt: skip
+
+
+def _discard(layer: Any, execution: Execution, branch: str) -> None:
+    try:
+        with layer._ledger.work() as work:
+            branches.discarded(work, execution, work.catalog.branch(work.session, branch, open_only=True), None)
+    except LayerError:
+        pass  # what went wrong before is what there is to tell
+
+
+# While it runs
+
+
+def find(layer: Any, word: str | int) -> int:
+    """The execution of an agent by its number, or by the name of its branch or box (the newest)."""
+    engine = layer.engine
+    at, given = engine.schema_prefix, engine.portable("c.arguments", "json")
+    text = str(word)
+    where, params = ("c.execution = ?", (int(text),)) if text.isdecimal() else ("true", ())
+    with engine.reading() as session:
+        rows = session.all(
+            f"select c.execution, c.branch, {given} from {at}ledger_call c where c.verb = 'agent.run' and c.contract is not null and {where}"
+            " order by c.execution desc",
+            params,
+        )
+        for number, branch, arguments in rows:
+            if text.isdecimal() or json.loads(arguments or "{}").get("name") == text:
+                return int(number)
+            if branch not in (None, MAIN) and layer._catalog.branch_by_id(session, branch).name == text:
+                return int(number)
+    raise NotFound(f"there is no agent {text!r:.120}", hint="layer agent list")
+
+
+@verb("agent.stop", brief=False)
+def stop(call: Call, *, agent: str) -> Any:
+    """End an agent before it is done: its box is killed, what it changed stays on its branch and is not proposed."""
+    layer = call.layer
+    number = find(layer, agent)
+    at, given = layer.engine.schema_prefix, layer.engine.portable("c.arguments", "json")
+    with layer.engine.reading() as session:
+        row = session.one(
+            f"select x.principal, {given}, (select o.status from {at}ledger_outcome o where o.execution = x.id)"
+            f" from {at}ledger_execution x join {at}ledger_call c on c.execution = x.id where x.id = ?",
+            (number,),
+        )
+        policy = layer._catalog.policy(session, call.asking.principal, clock(layer.engine, session)[1])
+    assert row is not None
+    principal, arguments, status = row[0], json.loads(row[1]), row[2]
+    if principal != call.asking.principal and not policy.sovereign():
+        raise Denied(
+            f"{policy.me['name']} may not stop agent {number}, which is another's", action="call", resource="agent.stop"
+        )
+    if status is not None:
+        raise Conflict(f"agent {number} is over: {status}")
+    if arguments["host"] != contracts.home():
+        raise Unavailable(f"agent {number} runs on another machine", hint="stop it there")
+    layer._ledger.intend(call.execution)
+    if (box := tending._was_made(layer, number)) is not None:
+        try:
+            Sandbox.connect(box).kill()
+        except NotFound:
+            pass
+    return {"stopped": number, "box": arguments["name"]}
+
+
+# What it proposes
+
+
+def propose(layer: Any, execution: Execution, contract: str, branch: str, files: int) -> int | None:
+    """Ask a person to merge what an agent did on its branch; None when it changed nothing. Asking again gives the same."""
+    if before := approvals.proposed(layer, execution.id or 0):
+        return before
+    with layer.engine.reading() as session:
+        found, changes = layer._catalog.branch(session, branch), list[dict[str, Any]]()
+        tx = head(layer, session, found)
+        epoch = clock(layer.engine, session)[1]
+        if tx is not None and found.parent is not None:
+            policy = layer._catalog.policy(session, layer._me, epoch)
+            changes = branches.diff(layer._catalog, session, epoch, found, policy)
+    if not changes:
+        return None
+    rows, policy_changes = _sorted(changes)
+    counts: dict[str, Counter[str]] = {}
+    for row in rows:
+        counts.setdefault(row["entity"], Counter())[row["op"]] += 1
+    request = {
+        "rows": {entity: dict(by) for entity, by in counts.items()}, "files": files,
+        "policy": [{"entity": row["entity"], "id": row["id"], "op": row["op"]} for row in policy_changes][:SHOWN], "tx": tx,
+    }  # fmt: skip
+    return int(approvals.request(
+        layer, execution, contract=contract, branch=branch, action="merge", resource=f"branch:{branch}", request=request, expires=None,
+    ))  # fmt: skip
+
+
+def head(layer: Any, session: Any, branch: Any) -> int | None:
+    """The last tx that changed a branch since it was forked or merged."""
+    row = session.one(
+        f"select max(tx) from {layer.engine.schema_prefix}ledger_change where branch = ? and tx > ?",
+        (branch.id, branch.base_own),
+    )
+    return None if row is None or row[0] is None else int(row[0])
+
+
+def _sorted(differences: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """People's rows, and what changes how the layer is governed."""
+    system = set(SYSTEM.by_name)
+    return [d for d in differences if d["entity"] not in system], [d for d in differences if d["entity"] in system]
+
+
+def review(layer: Any, approval: int, principal: str | None = None) -> dict[str, Any]:
+    """All that a merge would bring: rows by field, changes of policy and schema, files; and whether the branch has moved on since."""
+    row = _proposal(layer, approval)
+    name, asked = row["branch"], row["request"]
+    changes = layer.diff(name, principal=principal) if row["status"] == "pending" else []
+    rows, policy = _sorted(changes)
+    with layer.engine.reading() as session:
+        moved = row["status"] == "pending" and head(layer, session, layer._catalog.branch(session, name)) != asked["tx"]
+    steps = "select kind, detail from step where execution = :id and kind in ('file', 'artifact') order by n"
+    found = layer.query(steps, {"id": row["execution"]}, principal=principal)
+    return {
+        "approval": approval, "status": row["status"], "execution": row["execution"], "contract": row["contract"], "branch": name,
+        "rows": rows[:SHOWN], "counts": asked["rows"], "policy": policy[:SHOWN],
+        "files": [step["detail"] for step in found if step["kind"] == "file"][:SHOWN],
+        "artifacts": [step["detail"] for step in found if step["kind"] == "artifact"][:SHOWN], "moved": moved,
+    }  # fmt: skip
+
+
+def _proposal(layer: Any, number: int) -> dict[str, Any]:
+    try:
+        row = row_by_id(layer, "approval", number)
+    except NotFound:
+        raise NotFound(f"there is no proposal {number}", hint="layer approvals") from None
+    if row["action"] != "merge":
+        raise Invalid(f"approval {number} is not a merge: it asks to {row['action']}", hint="layer approvals")
+    return row
+
+
+def merge_approved(call: Call, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge what was proposed, as whoever approves it. Conflict, and nothing merged, when the branch is another since, or main has moved."""
+    layer, name = call.layer, row["branch"]
+    with layer.engine.reading() as session:
+        found = layer._catalog.branch(session, name)
+        last = head(layer, session, found)
+    if last is not None and last != row["request"]["tx"]:
+        raise Conflict(
+            f"branch {name!r} has changed since it was proposed",
+            hint=f"layer diff {name} shows it; layer merge {name} merges what is there now",
+        )
+    done = layer.merge(name, reason=call.reason or f"approval {row['id']}: merge {name}")
+    if not done.applied:
+        raise Conflict(
+            f"merging branch {name!r} meets {len(done.conflicts)} conflict{'s' if len(done.conflicts) != 1 else ''}; nothing was merged",
+            hint=f"layer conflicts {name}, layer resolve ID --take ours|theirs, then layer approve {row['id']} again",
+        )
+    return {"merged": name, "tx": done.tx, "changes": len(done.changes)}
+
+
+def given(layer: Any, number: int) -> dict[str, Any]:
+    """What was recorded of an agent when it was started."""
+    at, text = layer.engine.schema_prefix, layer.engine.portable("arguments", "json")
+    with layer.engine.reading() as session:
+        row = session.one(f"select {text} from {at}ledger_call where execution = ? and verb = 'agent.run'", (number,))
+    if row is None:
+        raise NotFound(f"execution {number} is no agent", hint="layer agent list")
+    return dict(json.loads(row[0]))

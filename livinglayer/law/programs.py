@@ -1,0 +1,159 @@
+"""Programs: the command that an agent is in its box. It is started once, heard as it prints, and its end is recorded before anything comes of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import Conflict, LayerError, NotFound, Unavailable
+from ..substrate.ledger import now
+from . import secrets as vault
+from .executions import INLINE, STEPS, Run, digest
+
+SHOWN = 64 << 10  # bytes of output that steps hold themselves; more is stored by content
+LOOP = ["python3", "-m", "layer_agent"]  # what an agent is whose contract names no program
+
+
+class Program:
+    """The program of one agent. Whoever looks after its box later goes on from the steps: nothing is started or heard twice."""
+
+    def __init__(self, run: Run, box: Any, agent: Mapping[str, Any]) -> None:
+        self.run, self.box, self.agent = run, box, agent
+        self.argv: list[str] = list(agent["argv"])
+        self.id: int | None = None
+        self.heard = {"stdout": 0, "stderr": 0}
+        self.shown = 0
+        self.exit: dict[str, Any] | None = None  # how it ended
+        self.answer: dict[str, Any] | None = None  # what it returned
+        self.kept: set[str] = set()  # names of artifacts
+        for kind, detail in recorded(run, ("program", "output", "exit", "answer", "artifact")):
+            if kind == "program":
+                self.id = detail["id"]
+            elif kind == "output" and "from" in detail:
+                self.heard[detail["stream"]] = detail["from"] + detail["bytes"]
+                self.shown += detail["bytes"]
+            elif kind == "exit":
+                self.exit = detail
+            elif kind == "answer":
+                self.answer = detail
+            elif kind == "artifact":
+                self.kept.add(detail["name"])
+
+    def turn(self) -> bool:
+        """Start it, or take what it has printed; whether it is over."""
+        if self.exit is not None:
+            return True
+        if self.id is None:
+            self._start()
+            return self.exit is not None
+        try:
+            found = self.box.printed(self.id, **self.heard)
+        except NotFound:
+            self.box.info()  # NotFound here: the box itself is gone
+            self._over(self._traced() or {"error": "the host of boxes started again, and its end was not seen"})
+            return True
+        for stream in ("stdout", "stderr"):
+            data, at = getattr(found, stream), getattr(found, f"{stream}_at")
+            self._hear(stream, at, data if found.over else _lines(data))
+        if found.over:
+            self._over({"exit_code": found.exit_code} | ({"error": found.error} if found.error else {}))
+        return bool(found.over)
+
+    def _start(self) -> None:
+        """Start it, unless somebody did and ended before it was recorded."""
+        running = [one["id"] for one in self.box.processes() if one["background"] and one["argv"] == self.argv]
+        if running:
+            self.id = running[0]
+        elif ended := self._traced():
+            self._over(ended)
+            return
+        else:
+            try:
+                self.id = self.box.start(self.argv, env={"LAYER_TASK": self.agent["task"]}).id
+            except (Conflict, Unavailable):
+                return  # the box sleeps, or its host starts again: the next turn does it
+            except LayerError as error:  # there is no such command
+                self._over({"error": error.message})
+                return
+        self.run.steps.append(("program", {"id": self.id, "argv": self.argv}, now()))
+
+    def _traced(self) -> dict[str, Any] | None:
+        """Its end as the box's trace has it."""
+        for event in reversed(self.box.trace()):
+            if event["event"] == "exec" and event.get("argv") == self.argv:
+                return {"exit_code": event.get("exit_code")} | ({"error": event["error"]} if event.get("error") else {})
+        return None
+
+    def _hear(self, stream: str, at: int, data: bytes) -> None:
+        """Keep what it printed: a step for each few lines, what is beyond a measure in one piece by content."""
+        if at > self.heard[stream]:
+            self.run.steps.append(("output", {"stream": stream, "lost": at - self.heard[stream]}, now()))
+        while data:
+            size = len(data)
+            if self.shown < SHOWN and size > INLINE:
+                size = data.rfind(b"\n", 0, INLINE) + 1 or INLINE
+            piece, data = data[:size], data[size:]
+            hidden = vault.hide(self.run.read, piece)
+            detail: dict[str, Any] = {"stream": stream, "from": at, "bytes": len(piece), "digest": digest(hidden)}
+            if self.shown < SHOWN and len(hidden) <= 2 * INLINE:
+                detail["text"] = hidden.decode("utf-8", "replace").replace("\0", "�")
+            else:
+                detail["content"] = self.run.store(hidden)
+            if self.run.before + len(self.run.steps) < STEPS:
+                self.run.steps.append(("output", detail, now()))
+            at, self.shown = at + len(piece), self.shown + len(piece)
+        self.heard[stream] = at
+
+    def _over(self, how: dict[str, Any]) -> None:
+        self.exit = how
+        self.run.steps.append(("exit", how, now()))
+
+    # What came of it
+
+    def problem(self, artifacts: tuple[str, ...]) -> LayerError | None:
+        """Why it has failed, if it has."""
+        said, how = self.returned(), self.exit or {}
+        if how.get("error"):
+            return LayerError(f"the program could not run: {how['error']}")
+        if said.get("error"):
+            told = said["error"]
+            return LayerError(str(told.get("message") if isinstance(told, Mapping) else told))
+        if code := how.get("exit_code"):
+            what = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+            return LayerError(f"the program {what}", hint="its output is in its steps: layer agent show")
+        names = {*self.kept, *(detail["name"] for kind, detail, _ in self.run.steps if kind == "artifact")}
+        missing = [wanted for wanted in artifacts if not fnmatch.filter(names, wanted)]
+        if missing:
+            return LayerError(
+                f"it has not kept {', '.join(missing)}, which its contract requires",
+                hint="layer.artifact(path, name) in the box, or the tool `artifact`",
+            )
+        return None
+
+    def returned(self) -> dict[str, Any]:
+        """What it said its answer, or its error, is."""
+        return self.run.returned or self.answer or {}
+
+    def told(self) -> dict[str, Any]:
+        """Its end, for the outcome of the execution."""
+        found = {"exit_code": (self.exit or {}).get("exit_code")}
+        return found | ({"answer": self.returned()["value"]} if "value" in self.returned() else {})
+
+
+def recorded(run: Run, kinds: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """Steps of these kinds that are in the database."""
+    engine, marks = run.layer.engine, ", ".join("?" for _ in kinds)
+    with engine.reading() as session:
+        rows = session.all(
+            f"select x.kind, {engine.portable('x.detail', 'json')} from {engine.schema_prefix}ledger_step x"
+            f" where x.execution = ? and x.kind in ({marks}) order by x.n",
+            (run.execution.id, *kinds),
+        )
+    return [(kind, json.loads(text)) for kind, text in rows]
+
+
+def _lines(data: bytes) -> bytes:
+    """Whole lines, or all of it when no line ends for long."""
+    return data[: data.rfind(b"\n") + 1] or (data if len(data) >= INLINE else b"")
