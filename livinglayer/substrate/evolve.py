@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,8 @@ from .engine import Engine, Session
 from .ledger import Tx, Work
 from .predicates import compile_predicate
 from .schema import SYSTEM, Entity, Field, check_entity_name, check_name, field_of, field_values, with_field
-from .values import convert, convertible
-from .views import arms
+from .tables import Row
+from .values import Stored, convert, convertible
 
 ENTITY, FIELD = SYSTEM.by_name["entity"], SYSTEM.by_name["field"]
 FIELDS = 500
@@ -271,9 +271,8 @@ def revalidate(tx: Tx, before: Entity, after: Entity) -> None:
     if not stricter and not unique:
         return
     table = tx.work.table(after)
-    for (row_id,) in tx.session.all(arms(tx.engine, after.store, tx.chain, [])):
-        row = table.get(tx.session, tx.chain, row_id)
-        if row is None or not tx._in_slice(after, table, row_id, row.values):
+    for row_id, row in table.scan(tx.session, tx.chain):
+        if not tx._in_slice(after, table, row_id, row.values):
             continue
         for f in stricter:
             value = table.value(f, row.values)
@@ -292,26 +291,30 @@ def backfill(tx: Tx, name: str, label: str) -> tuple[int, int]:
     if not f.was:
         raise Invalid(f"{name}.{label} is not being retyped")
     table = tx.work.table(entity)
-    old = table.index[f.was["store"]]
-    done = lost = 0
-    ids = [
-        row[0]
-        for row in tx.session.all(
-            arms(tx.engine, entity.store, tx.chain, [], where=f" and x.{f.was['store']} is not null")
-        )
-    ]
-    for number in ids:
-        row = table.get(tx.session, tx.chain, number)
-        if row is None:
-            continue
-        values = list(row.values)
-        stored = table.value(f, values)
-        lost += stored is None and values[old] is not None
-        places = table.set(f, values, stored)
-        tx._write(entity, table, number, row, values, tuple(sorted(places)))
-        done += 1
+    former, lost = f.was["store"], 0
+
+    def converted() -> Iterator[tuple[int, Row, list[Stored]]]:
+        nonlocal lost
+        for number, row in table.scan(tx.session, tx.chain, f" and x.{former} is not null"):
+            values = list(row.values)
+            stored = table.value(f, values)
+            lost += stored is None
+            table.set(f, values, stored)
+            yield number, row, values
+
+    done = tx.rewrite(entity, converted(), tuple(sorted((table.index[f.store], table.index[former]))), set())
     tx.record(FIELD, {"was": None}, f.id)
     return done, lost
+
+
+def unique(tx: Tx, name: str, wanted: Sequence[Sequence[str]]) -> None:
+    """Make these the sets of fields of an entity that are unique together, and no others."""
+    _authorized(tx)
+    entity = _own(tx, name)
+    ids = [[entity.get(label).id for label in names] for names in wanted]
+    tx.record(ENTITY, tx._encoded(ENTITY, {"uniques": ids or None}, partial=True), entity.id)
+    revalidate(tx, entity, tx.schema.by_id[entity.id])
+    _settle(tx, entity.id)
 
 
 def drop(tx: Tx, name: str) -> None:

@@ -226,6 +226,7 @@ class Tx:
         self.policy: Policy = work.catalog.policy(work.session, execution.deciding, work.version)
         self.changes: dict[tuple[int, int], tuple[str, bytes]] = {}
         self.touched: dict[tuple[str, int], set[str]] = {}  # entity name and id: fields set, for the checks at the end
+        self.before: dict[tuple[int, int], Row | None] | None = None  # rows as they were, where somebody looks at them
         self.facts: list[tuple[str, list[Stored]]] = []
         self.result: Any = None
         self._schema: tuple[Any, Schema] | None = None
@@ -540,6 +541,8 @@ class Tx:
         key = (entity.id, number)
         self.session.forget(table.store, number)
         before = self.changes.get(key)
+        if self.before is not None:
+            self.before.setdefault(key, row)
         again = row is not None and row.version == self.number
         if values is None and before is not None and before[0] == "i":
             table.forget(self.session, self.branch, number, self.number)
@@ -560,6 +563,34 @@ class Tx:
             self.touched.pop((entity.name, number), None)
         if entity.name in GOVERNING:
             self.work.changed_governing(self.number)
+
+    def rewrite(
+        self, entity: Entity, rows: Iterable[tuple[int, Row, list[Stored]]], places: tuple[int, ...], names: set[str]
+    ) -> int:
+        """Write many rows of an entity, for a verb that has decided it may; how many.
+
+        Each is an id, the row as it is and all its new values, of which those at `places` differ.
+        """
+        if self.bare or entity.name in GOVERNING:
+            raise Denied(f"{entity.name!r} is not written like that")
+        table, done, rest = self.work.table(entity), 0, iter(rows)
+        checked = bool(names) and bool(self.schema.rules(entity) or entity.spanning & names)
+        while part := list(itertools.islice(rest, 1000)):
+            if checked:
+                for number, _, values in part:
+                    self._constrain(entity, table, number, values, names)
+            whole = [(number, values) for number, _, values in part]
+            if self.branch == MAIN:
+                table.update_many(self.session, self.number, places, whole)
+            else:
+                again = {number for number, row, _ in part if row.version == self.number}
+                table.put_many(self.session, self.branch, self.number, whole, again)
+            for number, values in whole:
+                before = self.changes.get((entity.id, number))
+                op = "i" if before is not None and before[0] == "i" else "u"
+                self.changes[entity.id, number] = (op, table.image(values))
+            done += len(part)
+        return done
 
     # Authority
 
@@ -1017,11 +1048,15 @@ class Ledger:
         self.executions.discard(execution)
         return number
 
-    def write(self, execution: Execution, branch: str, act: Callable[[Tx], Any], reason: str | None = None) -> Any:
-        """Changes as one tx: all or nothing, sharing a commit with others. What `act` gives."""
+    def write(
+        self, execution: Execution, branch: str, act: Callable[[Tx], Any], reason: str | None = None, key: str | None = None
+    ) -> Any:  # fmt: skip
+        """Changes as one tx: all or nothing, sharing a commit with others. What `act` gives, or gave with this `key`."""
 
         def run(work: Work) -> Any:
-            tx = Tx(work, execution, branch, reason)
+            tx = Tx(work, execution, branch, reason, key=key)
+            if tx.recall(key):
+                return tx.result
             with _Savepoint(work):
                 result = act(tx)
                 tx.check()

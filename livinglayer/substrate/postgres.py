@@ -154,6 +154,15 @@ class PostgresSession:
         for row in rows:
             self.run(sql, row)
 
+    def rewrite(self, table: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> None:
+        named = [*columns, ("id", "bigint")]
+        arrays = ", ".join(f"${place}::{kind.split(' collate')[0]}[]" for place, (_, kind) in enumerate(named, 1))
+        sets = ", ".join(f"{name} = v.{name}" for name, _ in columns)
+        self.execute(
+            f"update {table} t set {sets} from unnest({arrays}) v({', '.join(name for name, _ in named)}) where t.id = v.id",
+            [list(column) for column in zip(*rows, strict=True)],
+        )
+
     def flush(self) -> None:
         rows, self._rows = self._rows, []
         if len(rows) == INSERTED:

@@ -203,6 +203,10 @@ class SqliteSession:
     def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         self.connection.executemany(sql, rows)
 
+    def rewrite(self, table: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> None:
+        sets = ", ".join(f"{name} = ?" for name, _ in columns)
+        self.connection.executemany(f"update {table} set {sets} where id = ?", rows)
+
     def stream(self, sql: str, params: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         return iter(self.execute(sql, params))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -74,6 +74,12 @@ class Table:
             found.update((row[0], Row(row[-1], list(row[1:-1]))) for row in session.all(sql))
         return found
 
+    def scan(self, session: Session, chain: Chain, where: str = "") -> Iterator[tuple[int, Row]]:
+        """All rows as a chain sees them, by id, in pieces: who reads may change those it has got."""
+        numbers = sorted(row[0] for row in session.all(arms(self.engine, self.store, chain, [], where=where)))
+        for start in range(0, len(numbers), CHUNK):
+            yield from sorted(self.get_many(session, chain, numbers[start : start + CHUNK]).items())
+
     # Writing
 
     def insert(self, session: Session, number: int, tx: int, values: Sequence[Stored]) -> None:
@@ -94,6 +100,36 @@ class Table:
         native = self.engine.native
         session.run(sql, [*(native(self.kinds[place], values[place]) for place in places), tx, number])
 
+    def update_many(
+        self, session: Session, tx: int, places: tuple[int, ...], rows: Sequence[tuple[int, Sequence[Stored]]]
+    ) -> None:
+        """`update` of many rows, each its id and a whole row."""
+        native, engine = self.engine.native, self.engine
+        named = [(self.columns[place][0], engine.column(self.kinds[place])) for place in places]
+        session.rewrite(
+            f"{engine.schema_prefix}{self.store}",
+            [*named, ("_tx", engine.column("int"))],
+            [(*(native(self.kinds[p], values[p]) for p in places), tx, number) for number, values in rows],
+        )
+
+    def put_many(
+        self,
+        session: Session,
+        branch: int,
+        tx: int,
+        rows: Sequence[tuple[int, Sequence[Stored]]],
+        again: Collection[int],
+    ) -> None:
+        """`put` of many rows, of which this tx has written some before."""
+        at, store = self.engine.schema_prefix, self.store
+        for numbers, sql in (
+            ([n for n, _ in rows if n in again], f"delete from {at}{store}__d where tx_from = {tx}"),
+            ([n for n, _ in rows if n not in again], f"update {at}{store}__d set tx_to = {tx} where tx_to = {LIVE}"),
+        ):
+            if numbers:
+                session.run(f"{sql} and branch = {branch} and id in ({', '.join(map(str, numbers))})")
+        session.many(self._put(), [[branch, number, tx, LIVE, 0, *self.natives(values)] for number, values in rows])
+
     def delete(self, session: Session, number: int, tx: int) -> None:
         session.run(
             f"update {self.engine.schema_prefix}ledger_clock set tx = ?", (tx,)
@@ -112,14 +148,17 @@ class Table:
                 f"update {at}{store}__d set tx_to = ? where branch = ? and id = ? and tx_to = {LIVE}",
                 (tx, branch, number),
             )
+        kept = [None] * len(self.kinds) if values is None else self.natives(values)
+        session.run(self._put(), [branch, number, tx, LIVE, int(values is None), *kept])
+
+    def _put(self) -> str:
         sql = self._sql.get("put")
         if sql is None:
-            names = "".join(f", {name}" for name in self.index)
+            names, into = "".join(f", {name}" for name in self.index), f"{self.engine.schema_prefix}{self.store}__d"
             sql = self._sql["put"] = (
-                f"insert into {at}{store}__d(branch, id, tx_from, tx_to, del{names}) values ({marks(len(self.index) + 5)})"
+                f"insert into {into}(branch, id, tx_from, tx_to, del{names}) values ({marks(len(self.index) + 5)})"
             )
-        kept = [None] * len(self.kinds) if values is None else self.natives(values)
-        session.run(sql, [branch, number, tx, LIVE, int(values is None), *kept])
+        return sql
 
     def forget(self, session: Session, branch: int, number: int, tx: int) -> None:
         """Remove a row this tx made: it was never there."""
