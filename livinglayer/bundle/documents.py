@@ -18,6 +18,7 @@ from ..errors import Invalid
 DEPTH = 50
 NODES = 1_000_000
 KEY_LENGTH = 200
+MOST_PROBLEMS = 20  # that are told of one file
 INTEGER = re.compile(r"[-+]?[0-9]+")
 OTHER_BASE = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -168,58 +169,89 @@ def schema_text() -> str:
 
 @lru_cache(32)
 def _validator(part: str) -> Any:
-    from jsonschema import (
-        Draft202012Validator,
-        ValidationError,
-        validators,
-    )  # dearer to import than the rest of a command
+    from jsonschema import Draft202012Validator, ValidationError, validators  # takes a tenth of a second
 
     def pattern(_: Any, wanted: str, value: Any, __: Any) -> Iterator[ValidationError]:
         # In Python `$` also stands before a newline at the end; in the editors that read the same schema it does not.
         if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", wanted), value):
             yield ValidationError("does not match")
 
-    kind: Any = validators.extend(Draft202012Validator, {"pattern": pattern})
+    kind: Any = validators.extend(Draft202012Validator, {"pattern": pattern})  # type: ignore[no-untyped-call]
     return kind({"$ref": f"#/$defs/{part}", "$defs": schema()["$defs"]})
 
 
 def problems(part: str, file: str, value: Any) -> list[Invalid]:
-    """What is wrong with the shape of a document, in its order; nothing when it is as the schema says."""
-    found = sorted(_validator(part).iter_errors(value), key=lambda error: [str(step) for step in error.absolute_path])
-    return [explained(file, error) for error in found]
+    """What is wrong with the shape of a document; nothing when it is as the schema says."""
+    found = []
+    for error in _validator(part).iter_errors(value):
+        found.append(explained(file, error))
+        if len(found) == MOST_PROBLEMS:
+            break
+    return found
 
 
 def explained(file: str, error: Any) -> Invalid:
     """An error of the validator in words that name the place, the value and what was wanted."""
-    while error.validator in ("oneOf", "anyOf") and error.context:
-        near = [each for each in error.context if each.validator != "type" or len(each.path)]
-        error = max(
-            near or error.context[:1], key=lambda each: (len(each.path), each.validator not in ("const", "required"))
-        )
-    place = place_of(error.absolute_path)
-    value, limit, said = error.instance, error.validator_value, error.schema if isinstance(error.schema, dict) else {}
+    value, limit = error.instance, error.validator_value
+    place, said = place_of(error.absolute_path), error.schema if isinstance(error.schema, dict) else {}
     hint = said.get("description")
-    if error.validator == "additionalProperties" and isinstance(value, dict):
-        known = list(said.get("properties", ()))
-        unknown = [key for key in value if key not in known]
-        return wrong(file, place, f"there is no {unknown[0]!r:.60} here", did_you_mean(unknown[0], known))
-    if error.validator == "propertyNames":
-        return wrong(file, place, f"{value!r:.80} can't be a name here", said.get("description"))
-    if error.validator == "required":
-        missing = [key for key in limit if key not in value]
-        more = said.get("properties", {}).get(missing[0], {})
-        return wrong(file, place, f"{missing[0]!r} is missing", more.get("description") or hint)
-    if error.validator == "type":
-        wanted = limit if isinstance(limit, list) else [limit]
-        return wrong(file, place, f"{_short(value)} is not {' or '.join(_TYPES[each] for each in wanted)}", hint)
-    if error.validator == "enum":
-        near = did_you_mean(value, limit) if isinstance(value, str) else ", ".join(map(str, limit))
-        return wrong(file, place, f"{_short(value)} is none of its values", near)
-    if error.validator in ("pattern", "const"):
-        return wrong(file, place, f"{_short(value)} can't be this", hint)
-    if error.validator in ("oneOf", "anyOf", "dependentRequired", "not"):
-        return wrong(file, place, f"{_short(value)} is not what belongs here", hint)
-    return wrong(file, place, str(error.message)[:200], hint)
+    match error.validator:
+        case "oneOf" | "anyOf" if all(isinstance(each, dict) and set(each) == {"required"} for each in limit):
+            names = [each["required"][0] for each in limit]
+            given = [name for name in names if name in value]
+            return wrong(
+                file, place, f"has {' and '.join(given) or 'none'} of {', '.join(names)}", "it needs one of them"
+            )
+        case "oneOf" | "anyOf" if error.context:
+            return explained(file, _likely(error))
+        case "additionalProperties":
+            known = list(said.get("properties", ()))
+            unknown = next(key for key in value if key not in known)
+            return wrong(file, place, f"there is no {unknown!r:.60} here", did_you_mean(unknown, known))
+        case "required":
+            missing = next(key for key in limit if key not in value)
+            more = said.get("properties", {}).get(missing, {})
+            return wrong(file, place, f"{missing!r} is missing", more.get("description") or hint)
+        case "type":
+            wanted = limit if isinstance(limit, list) else [limit]
+            return wrong(file, place, f"{_short(value)} is not {' or '.join(_TYPES[each] for each in wanted)}", hint)
+        case "enum":
+            near = did_you_mean(value, limit) if isinstance(value, str) else ", ".join(limit)
+            return wrong(file, place, f"{_short(value)} is none of its values", near)
+        case "pattern" | "const":
+            return wrong(file, place, f"{_short(value)} can't be this", hint or f"it is {limit}")
+        case "not":
+            return wrong(file, place, f"has both {' and '.join(limit['required'])}", "it needs one of them")
+        case "minimum" | "exclusiveMinimum" | "maximum" | "exclusiveMaximum":
+            word = {
+                "minimum": "below",
+                "exclusiveMinimum": "not above",
+                "maximum": "above",
+                "exclusiveMaximum": "not below",
+            }
+            return wrong(file, place, f"{_short(value)} is {word[error.validator]} {limit}", hint)
+        case "minItems" | "minLength" | "minProperties":
+            return wrong(file, place, "is empty", hint)
+        case "maxLength":
+            return wrong(file, place, f"{_short(value)} has more than {limit} characters", hint)
+        case "maxProperties":
+            return wrong(file, place, f"has {', '.join(value)}, and may have only one", hint)
+        case "uniqueItems":
+            return wrong(file, place, "has something twice", hint)
+    return wrong(file, place, "is not what belongs here", hint)
+
+
+def _likely(error: Any) -> Any:
+    """Of several shapes that a value could have, the first thing wrong with the one that was meant."""
+    shapes: dict[int, list[Any]] = {}
+    for each in error.context:
+        shapes.setdefault(each.relative_schema_path[0], []).append(each)
+
+    def distance(found: list[Any]) -> tuple[bool, bool]:
+        here = {each.validator for each in found if not each.relative_path}
+        return "type" in here, "required" in here or "const" in here
+
+    return min(shapes.values(), key=distance)[0]
 
 
 _TYPES = {

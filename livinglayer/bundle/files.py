@@ -23,7 +23,7 @@ SEED_BYTES = 64 << 20  # of rows in seeds/
 PATH_LENGTH = 100  # what one field of a tar archive holds
 DEPTH = 8  # directories in directories
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*")
-FREE = re.compile(r"(README|LICENSE)[A-Za-z0-9_.+@-]*")  # kept, not interpreted
+FREE = re.compile(r"(README|LICENSE)[A-Za-z0-9_.+@-]*|instructions\.md")  # kept, not interpreted
 
 
 def read(directory: str | os.PathLike[str]) -> dict[str, bytes]:

@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from .files import pack, unpack
 __all__ = ["Bundle", "Migration", "Seed", "load", "newer", "of_files", "pack", "satisfies", "unpack"]
 
 LANGUAGES = {".py": "python", ".js": "javascript", ".sql": "sql"}
-ROWS = 1_000_000  # of all seeds
-ROW_DEPTH = 50
+NAMED = ("entities", "roles", "principals", "blueprints", "functions", "triggers", "projections", "contracts")
+LISTED = ("grants", "quotas", "components")
 
 
 @dataclass(frozen=True)
@@ -179,13 +180,19 @@ class _Loading:
         entities = named.get("entities", {})
         seeds = tuple(self.seed(n, spec, entities) for n, spec in enumerate(listed.get("seeds", ())))
         self.idle()
+        told: dict[str, Any] = {kind: named.get(kind, {}) for kind in NAMED}
+        told |= {kind: tuple(listed.get(kind, ())) for kind in LISTED}
         return Bundle(
-            about["name"], about["version"], about.get("description"), about.get("requires", {}),
-            **{kind: named.get(kind, {}) for kind in ("entities", "roles", "principals", "blueprints", "functions", "triggers", "projections", "contracts")},
-            **{kind: tuple(listed.get(kind, ())) for kind in ("grants", "quotas", "components")},
-            seeds=seeds, migrations=tuple(Migration(version, tuple(migrations[version])) for version in self.versions(migrations)),
-            files=self.files, digest=files.digest(self.files),
-        )  # fmt: skip
+            about["name"],
+            about["version"],
+            about.get("description"),
+            about.get("requires", {}),
+            seeds=seeds,
+            migrations=tuple(Migration(each, tuple(migrations[each])) for each in _versions(migrations)),
+            files=self.files,
+            digest=files.digest(self.files),
+            **told,
+        )
 
     def merge(self, path: str, kind: str, into: dict[str, Any], items: Mapping[str, Any]) -> None:
         for name, spec in items.items():
@@ -239,26 +246,24 @@ class _Loading:
     def idle(self) -> None:
         """Refuses files that nothing names: what is there and does nothing is a mistake, or hides something."""
         for path in self.files:
-            if (
-                "/" in path
-                and part_of(path) is None
-                and path not in self.used
-                and not path.startswith(("docs/", "tests/"))
-            ):
+            kept = path.startswith(("docs/", "tests/", "README", "LICENSE"))
+            if part_of(path) is None and path not in self.used and not kept:
+                where = re.split("[/.]", path)[0]
                 raise wrong(
                     path,
                     "",
                     "no definition names this file",
-                    f"name it in {path.partition('/')[0]}.yaml, or move it to docs/",
+                    f"name it in {'contracts' if where == 'instructions' else where}.yaml, or move it to docs/",
                 )
 
-    def versions(self, migrations: Mapping[str, Any]) -> list[str]:
-        for version in migrations:
-            if documents.problems("version", f"migrations/{version}.yaml", version):
-                raise wrong(
-                    f"migrations/{version}.yaml", "", "is not called after a version", "e.g. migrations/1.1.0.yaml"
-                )
-        return sorted(migrations, key=_numbers)
+
+def _versions(migrations: Iterable[str]) -> list[str]:
+    """Their versions in order."""
+    for version in migrations:
+        file = f"migrations/{version}.yaml"
+        if documents.problems("version", file, version):
+            raise wrong(file, "", "is not called after a version", "e.g. migrations/1.1.0.yaml")
+    return sorted(migrations, key=_numbers)
 
 
 def part_of(path: str) -> str | None:

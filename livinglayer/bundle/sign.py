@@ -99,11 +99,11 @@ def private(path: str | os.PathLike[str] | None = None) -> Ed25519PrivateKey:
         raise NotFound(f"there is no key at {place}: {error.strerror}", hint="layer bundle keygen makes one") from None
     try:
         key = serialization.load_pem_private_key(data, None)
+        if isinstance(key, Ed25519PrivateKey):
+            return key
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        key = None  # type: ignore[assignment]
-    if not isinstance(key, Ed25519PrivateKey):
-        raise Invalid(f"{place} is no Ed25519 key without a password", hint="layer bundle keygen makes one")
-    return key
+        pass  # said below
+    raise Invalid(f"{place} is no Ed25519 key without a password", hint="layer bundle keygen makes one")
 
 
 def signature(given: Mapping[str, bytes], key: Ed25519PrivateKey) -> bytes:
