@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def referenced(catalog: Catalog, session: Session) -> Iterator[str]:
-    """Every content hash that a stored version names, on any branch, or that a step names as its `content`."""
+    """Every content hash that a stored version names, on any branch, or that a step names as its `content` or the `_content` of a part."""
     engine, entity, field = catalog.engine, SYSTEM.by_name["entity"], SYSTEM.by_name["field"]
     at = engine.schema_prefix
     columns = {c: field.by_name[c].store for c in ("entity", "store", "type")}
@@ -39,8 +39,9 @@ def referenced(catalog: Catalog, session: Session) -> Iterator[str]:
                     seen.add(digest)
                     yield digest
     detail = engine.portable("detail", "json")
-    for (text,) in session.all(f"select {detail} from {at}ledger_step where {detail} like '%\"content\"%'"):
-        digest = json.loads(text).get("content")
-        if isinstance(digest, str) and HASH.fullmatch(digest) and digest not in seen:
-            seen.add(digest)
-            yield digest
+    for (text,) in session.all(f"select {detail} from {at}ledger_step where {detail} like '%content\"%'"):
+        for key, digest in json.loads(text).items():
+            named = key == "content" or key.endswith("_content")
+            if named and isinstance(digest, str) and HASH.fullmatch(digest) and digest not in seen:
+                seen.add(digest)
+                yield digest
