@@ -105,7 +105,7 @@ class Connection:
                 self._problem = LimitExceeded("too many answers wait to be read", hint="read them before asking more")
             if self._problem is not None:
                 raise self._problem
-            method = self._parser.get_method().decode()
+            method, self.channel.asking = self._parser.get_method().decode(), self
             return 200, self.channel.answer(method, self._url, self._type, bytes(self._body))
         except LayerError as error:
             return error.status, told(error)
@@ -186,6 +186,7 @@ class Channel:
         self.listener, self.failed = listener, failed
         self.executions: dict[str, Asked] = {}  # by token; an ended one is taken out
         self._connections: dict[int, Connection] = {}
+        self.asking: Connection | None = None  # whose request is being answered
         self.poll = select.poll()
         self.poll.register(listener, select.POLLIN)
 
@@ -220,6 +221,13 @@ class Channel:
         elif method not in ("GET", "POST", "PUT"):
             raise Invalid(f"{method} is not answered here", hint="POST a JSON object")
         return asked.answer(method, name, unquote(rest), given, body)
+
+    def hold(self, why: str) -> None:
+        """Tell whoever asks that the answer comes later: should the connection break until then, asking again is safe."""
+        found = self.asking
+        if found is not None and found._parser.get_http_version() == "1.1":
+            found._out += f"HTTP/1.1 100 Continue\r\nWaits: {why}\r\n\r\n".encode()
+            found.writable()
 
     @property
     def waiting(self) -> int:
