@@ -29,23 +29,19 @@ def main(id):
 
 
 def events(text):
-    """Each VEVENT as {name: (parameters, value)}; long lines are put together first."""
-    lines = re.sub(r"\r?\n[ \t]", "", text).splitlines()
+    """Each VEVENT as {name: (zone, value)}; long lines are put together first."""
     depth, event = 0, {}
-    for line in lines:
+    for line in re.sub(r"\r?\n[ \t]", "", text).splitlines():
         name, _, value = line.partition(":")
         name, *parameters = name.split(";")
-        name = name.upper()
         if name == "BEGIN":
-            if value.upper() == "VEVENT":
-                depth, event = 0, {}
-            depth += 1
+            depth, event = (1, {}) if value == "VEVENT" else (depth + 1, event)
         elif name == "END":
             depth -= 1
-            if value.upper() == "VEVENT":
+            if value == "VEVENT":
                 yield event
         elif depth == 1:  # not what belongs to an alarm inside of it
-            event[name] = (dict(each.upper().partition("=")[::2] for each in parameters), value, parameters)
+            event[name] = next((each[5:].strip('"') for each in parameters if each.startswith("TZID=")), None), value
 
 
 def read(event):
@@ -69,18 +65,17 @@ def text(event, name):
 
 def time(event, name):
     """20260131, 20260131T090000Z, or 20260131T090000 in a zone; None where it can't be read."""
-    if name not in event:
-        return None
-    _, value, parameters = event[name]
-    zone = next((each[5:] for each in parameters if each.upper().startswith("TZID=")), None)
+    zone, value = event.get(name, (None, ""))
     try:
-        if len(value) == 8:
-            when = datetime.strptime(value, "%Y%m%d")
-        else:
-            when = datetime.strptime(value.rstrip("Z"), "%Y%m%dT%H%M%S")
-        if zone and ZoneInfo and not value.endswith("Z"):
-            return when.replace(tzinfo=ZoneInfo(zone.strip('"'))).astimezone(timezone.utc).isoformat()
+        when = datetime.strptime(value.rstrip("Z"), "%Y%m%d" if len(value) == 8 else "%Y%m%dT%H%M%S")
+    except ValueError:
+        return None
+    return when.replace(tzinfo=known(zone)).astimezone(timezone.utc).isoformat()
+
+
+def known(zone):
+    """A zone by its name; one that nobody knows is taken for UTC."""
+    try:
+        return ZoneInfo(zone) if zone and ZoneInfo else timezone.utc
     except (KeyError, ValueError, OSError):
-        if "when" not in locals():
-            return None
-    return when.replace(tzinfo=timezone.utc).isoformat()  # a zone nobody knows is taken for UTC
+        return timezone.utc
