@@ -221,6 +221,20 @@ def review(layer: Any, approval: int, principal: str | None = None) -> dict[str,
     }  # fmt: skip
 
 
+def proposal(layer: Any, word: str | int) -> int:
+    """The number of a proposal, from it or from the agent that made it."""
+    text = str(word)
+    if text.isdecimal():
+        try:
+            return int(row_by_id(layer, "approval", int(text))["id"])
+        except NotFound:
+            pass
+    made = approvals.proposed(layer, find(layer, text))
+    if made is None:
+        raise NotFound(f"agent {text!r} has proposed nothing", hint=f"layer agent show {text}")
+    return made
+
+
 def _proposal(layer: Any, number: int) -> dict[str, Any]:
     try:
         row = row_by_id(layer, "approval", number)

@@ -11,6 +11,7 @@ from typing import Any
 
 import livinglayer
 from livinglayer.edges.cli import (
+    agents,
     boxes,
     contracts,
     decide,
@@ -70,7 +71,7 @@ def verbs(groups: dict[str, Any], name: str) -> Any:
     """Where the commands below `layer NAME` are added; made at its first use."""
     if name not in groups:
         above, _, last = name.rpartition(" ")
-        parts = (boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay, decide)
+        parts = (agents, boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay, decide)
         what = next(part.GROUPS[name] for part in parts if name in part.GROUPS)
         sub = verbs(groups, above).add_parser(last, help=what, description=what)
         groups[name] = sub.add_subparsers(metavar="VERB", required=True)
