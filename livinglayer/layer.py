@@ -462,6 +462,7 @@ class Layer(Writes):
         **more: Any,
     ) -> Any:
         """Through the one door: what a verb or a function gives, recorded. Arguments as a dict, or as keywords."""
+        from .bundle import verbs  # noqa: F401  (its verbs are in the table too)
         from .law.verbs import call
 
         given = {**(arguments or {}), **more}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import Denied, Invalid, NotFound
-from ..sandbox.blueprint import Blueprint
+from ..sandbox.blueprint import TIERS, Blueprint, check_tier
 from ..sandbox.egress import rules
 from ..substrate.past import definer
 from ..substrate.reads import clock
@@ -96,3 +96,10 @@ def guard(layer: Any, shaped: Blueprint, *writers: int) -> None:
                     action="use",
                     resource=what,
                 )
+
+
+def weaker(tier: str, than: str) -> bool:
+    """Whether a tier isolates less than another."""
+    for each in (tier, than):
+        check_tier(each)
+    return TIERS.index(tier) < TIERS.index(than)

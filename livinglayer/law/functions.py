@@ -119,7 +119,7 @@ def _known(layer: Any, row: Mapping[str, Any], branch: str, as_of: int | None) -
         return known
 
 
-def check(layer: Any, values: Mapping[str, Any]) -> None:
+def check(layer: Any, values: Mapping[str, Any], branch: str = "main") -> None:
     """Refuses a function that could never run."""
     from .verbs import VERBS
 
@@ -131,7 +131,7 @@ def check(layer: Any, values: Mapping[str, Any]) -> None:
     if values.get("language") not in LANGUAGES:
         raise Invalid(f"there is no language {values.get('language')!r}", hint=", ".join(LANGUAGES))
     Signature.of(name, values.get("signature"))
-    schema = layer.schema()
+    schema = layer.schema(branch)
     for what in ("reads", "writes"):
         declared = parts(what, values.get(what))
         if what == "reads":

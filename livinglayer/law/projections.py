@@ -18,9 +18,9 @@ def define(
     """Make or change a projection; it shows what whoever defines it may see, to whoever may read it. Gives its id."""
     row = {
         "name": name, "statement": statement, "parameters": parameters or None, "description": description,
-        "freshness": _freshness(freshness),
+        "freshness": freshness,
     }  # fmt: skip
-    query.check(call.layer, row, call.asking.principal, call.branch)
+    check(call.layer, row, call.asking.principal, call.branch)
     return call.layer.upsert("projection", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
@@ -29,6 +29,12 @@ def remove(call: Call, *, name: str) -> Any:
     """Take a projection away; its history stays."""
     row = row_of(call.layer, "projection", name, call.branch)
     return call.layer.delete("projection", row["id"], branch=call.branch, reason=call.reason)
+
+
+def check(layer: Any, row: Mapping[str, Any], principal: int, branch: str = "main") -> None:
+    """Refuses a projection that could never be read."""
+    _freshness(row["freshness"])
+    query.check(layer, row, principal, branch)
 
 
 def _freshness(given: Any) -> Any:

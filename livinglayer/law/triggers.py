@@ -132,8 +132,8 @@ def by_id(layer: Any, session: Session, number: int | None) -> Trigger | None:
     return next((each for each in known(layer, session) if each.id == number), None)
 
 
-def check(layer: Any, row: Mapping[str, Any]) -> Function:
-    """The function a trigger calls; Invalid or NotFound when it could never fire."""
+def check(layer: Any, row: Mapping[str, Any], on: str = "main") -> Function:
+    """The function a trigger calls; Invalid or NotFound when it could never fire. A trigger `on` a branch is for when it is merged."""
     name = row["name"]
     if not isinstance(name, str) or not name or len(name) > 200:
         raise Invalid(f"{name!r} can't be the name of a trigger")
@@ -142,7 +142,7 @@ def check(layer: Any, row: Mapping[str, Any]) -> Function:
         raise Invalid(
             f"trigger {name!r} names {len(given)} causes, not one", hint="one of on_entity, schedule, after_function"
         )
-    kind, branch = given[0], row.get("branch") or "main"
+    kind, branch = given[0], on if row.get("branch") in (None, "main") else row["branch"]
     function = functions.load(layer, row["function"], branch)
     for other, names in (
         ("on_entity", ("on_actions", "predicate", "on_fields")),

@@ -307,6 +307,12 @@ def backfill(tx: Tx, name: str, label: str) -> tuple[int, int]:
     return done, lost
 
 
+def describe(tx: Tx, name: str, description: str | None) -> None:
+    """Say what an entity is, or nothing."""
+    _authorized(tx)
+    tx.record(ENTITY, tx._encoded(ENTITY, {"description": description}, partial=True), _own(tx, name).id)
+
+
 def unique(tx: Tx, name: str, wanted: Sequence[Sequence[str]]) -> None:
     """Make these the sets of fields of an entity that are unique together, and no others."""
     _authorized(tx)

@@ -1,0 +1,201 @@
+"""Migrations: the steps from one version of a bundle to the next, foreseen by a plan and run by an apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import Conflict, Invalid
+from ..substrate import evolve
+from ..substrate.ledger import Tx
+from ..substrate.predicates import Env, compile_predicate
+from ..substrate.schema import Entity, Field, field_values
+from ..substrate.tables import Row, Table
+from ..substrate.values import Stored, convert, convertible
+from .definitions import LIMIT, Key, Spec, field_spec
+from .load import newer
+
+STEPS = ("rename", "rename_entity", "retype", "drop", "backfill", "set", "add")
+Items = dict[Key, tuple[int | None, Spec]]
+
+
+def steps(bundle: Any, before: str | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """What is to be run when coming from a version, in order: each step with its name."""
+    if before is None:
+        return []
+    due = [
+        each for each in bundle.migrations if newer(each.version, before) and not newer(each.version, bundle.version)
+    ]
+    return [(f"{each.version}/{place}", step) for each in due for place, step in enumerate(each.steps, 1)]
+
+
+def parts(step: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """A step's kind and what it is about."""
+    if not isinstance(step, Mapping) or len(step) != 1 or (kind := next(iter(step))) not in STEPS:
+        raise Invalid(f"a step of a migration is one of {', '.join(STEPS)}, not {step!r:.80}")
+    if not isinstance(step[kind], Mapping) or not isinstance(step[kind].get("entity"), str):
+        raise Invalid(f"the step {kind} names no entity")
+    return kind, step[kind]
+
+
+def told(step: Mapping[str, Any]) -> str:
+    """A step in one line."""
+    kind, given = parts(step)
+    of = given["entity"] + (f".{given['field']}" if given.get("field") else "")
+    if kind in ("rename", "rename_entity", "retype"):
+        return f"{kind.replace('_', ' ')} {of} → {given['to'] if isinstance(given['to'], str) else given['to']['type']}"
+    if kind == "set":
+        where = f" where {given['where']}" if given.get("where") else ""
+        return f"set {', '.join(f'{of}.{name}' for name in given['values'])}{where}"
+    return f"add {', '.join(f'{of}.{name}' for name in given['fields'])}" if kind == "add" else f"{kind} {of}"
+
+
+def renamed(due: Sequence[tuple[str, Mapping[str, Any]]], entity: str) -> tuple[str, Callable[[str], str]]:
+    """What an entity, and each of its fields, is called after these steps."""
+    labels: dict[str, str] = {}
+    for _, step in due:
+        kind, given = parts(step)
+        if given["entity"] == entity and kind == "rename_entity":
+            entity = given["to"]
+        elif given["entity"] == entity and kind == "rename":
+            first = next((old for old, new in labels.items() if new == given["field"]), given["field"])
+            labels[first] = given["to"]
+    return entity, lambda label: labels.get(label, label)
+
+
+# What a plan expects of it
+
+
+def foresee(step: Mapping[str, Any], there: Items, owned: dict[Key, int | None]) -> None:
+    """Change what is there, and what is the bundle's own, as the step will."""
+    kind, given = parts(step)
+    entity = given["entity"]
+    if ("entity", entity) not in owned:
+        raise Invalid(
+            f"the step {told(step)!r}: {entity!r} is not this bundle's", hint="a migration changes its own entities"
+        )
+
+    def move(old: Key, new: Key) -> None:
+        if old in there:
+            there[new] = there.pop(old)
+        if old in owned:
+            owned[new] = owned.pop(old)
+
+    if kind == "rename":
+        move(("field", f"{entity}.{given['field']}"), ("field", f"{entity}.{given['to']}"))
+        if ("entity", entity) in there:
+            number, spec = there["entity", entity]
+            renamed = [
+                sorted(given["to"] if n == given["field"] else n for n in each) for each in spec.get("unique", ())
+            ]
+            there["entity", entity] = (number, {**spec, **({"unique": sorted(renamed)} if renamed else {})})
+    elif kind == "rename_entity":
+        to = given["to"]
+        for each in [*there, *owned]:
+            if each == ("entity", entity):
+                move(each, ("entity", to))
+            elif each[0] == "field" and each[1].startswith(f"{entity}."):
+                move(each, ("field", to + each[1].removeprefix(entity)))
+        for each, (number, spec) in there.items():
+            if each[0] == "field" and spec.get("target") == entity:
+                there[each] = (number, {**spec, "target": to})
+    elif kind == "retype":
+        key = ("field", f"{entity}.{given['field']}")
+        if key in there:
+            number, spec = there[key]
+            after = field_spec(entity, field_values(entity, given["field"], given["to"], LIMIT))
+            kept = {k: v for k, v in spec.items() if k not in ("type", "options", "target", "on_delete")}
+            there[key] = (
+                number,
+                {**kept, **{k: v for k, v in after.items() if k in ("type", "options", "target", "initial")}},
+            )
+    elif kind == "drop":
+        for each in [*there, *owned]:
+            whole = "field" not in given and each[1].split(".")[0] == entity and each[0] in ("entity", "field")
+            if whole or each == ("field", f"{entity}.{given.get('field')}"):
+                there.pop(each, None), owned.pop(each, None)
+    elif kind == "add":
+        for label, spec in given["fields"].items():
+            key = ("field", f"{entity}.{label}")
+            there[key] = (None, field_spec(entity, field_values(entity, label, spec, LIMIT)))
+            owned[key] = None
+
+
+# What it does
+
+
+def run(tx: Tx, step: Mapping[str, Any], wanted: Mapping[Key, Spec]) -> int:
+    """Do a step; how many rows it changed. `wanted` are the definitions of the version that it leads to."""
+    kind, given = parts(step)
+    entity = given["entity"]
+    if kind == "rename":
+        evolve.alter(tx, entity, {}, {given["field"]: given["to"]}, {}, (), {}, None, None)
+    elif kind == "rename_entity":
+        evolve.alter(tx, entity, {}, {}, {}, (), {}, given["to"], None)
+    elif kind == "retype":
+        evolve.alter(tx, entity, {}, {}, {given["field"]: given["to"]}, (), {}, None, None)
+    elif kind == "add":
+        evolve.alter(tx, entity, given["fields"], {}, {}, (), {}, None, None)
+    elif kind == "drop" and given.get("field"):
+        evolve.alter(tx, entity, {}, {}, {}, (given["field"],), {}, None, None)
+    elif kind == "drop":
+        evolve.drop(tx, entity)
+    elif kind == "backfill":
+        done, lost = evolve.backfill(tx, entity, given["field"])
+        if lost:
+            raise Conflict(
+                f"{lost} of {done} values of {entity}.{given['field']} can't be converted",
+                hint="set them to something that can be, in a step before the retype",
+            )
+        return done
+    else:
+        return _set(tx, tx.schema.get(entity), given, wanted)
+    return 0
+
+
+def _set(tx: Tx, entity: Entity, given: Mapping[str, Any], wanted: Mapping[Key, Spec]) -> int:
+    """Give fields of all rows, or of those that meet a condition, a value or that of another field."""
+    predicate = compile_predicate(given["where"], tx.schema, entity) if given.get("where") else None
+    fields = [entity.get(label) for label in given["values"]]
+    values = [(f, _value(tx, entity, f, given["values"][f.name], wanted)) for f in fields]
+    table = tx.work.table(entity)
+
+    def changed() -> Iterator[tuple[int, Row, list[Stored]]]:
+        for number, row in table.scan(tx.session, tx.chain):
+            if not tx._in_slice(entity, table, number, row.values):
+                continue
+            if predicate is not None:
+                state = table.named(entity, row.values, number)
+                if predicate.test(Env(state, tx.policy.me, tx._follow)) is not True:
+                    continue
+            after = list(row.values)
+            fresh = [(f, turn(table, row.values)) for f, turn in values]
+            for f, value in fresh:
+                if value is None and f.required:
+                    raise Conflict(f"{entity.name}/{number} would have no {f.name}, which is required")
+                table.set(f, after, value)
+            if after != row.values:
+                yield number, row, after
+
+    places = sorted({place for f in fields for place in table.set(f, [None] * len(table.columns), None)})
+    return tx.rewrite(entity, changed(), tuple(places), {f.name for f in fields})
+
+
+Turn = Callable[[Table, Sequence[Stored]], Stored]
+
+
+def _value(tx: Tx, entity: Entity, f: Field, value: Any, wanted: Mapping[Key, Spec]) -> Turn:
+    """What makes the new value from a row."""
+    if isinstance(value, Mapping) and set(value) == {"$field"}:
+        other = entity.get(value["$field"])
+        if not convertible(other.type, f.type):
+            raise Invalid(
+                f"{entity.name}.{f.name}: {other.type} can't become {f.type}", hint="set it to a value instead"
+            )
+        return lambda table, values: convert(other.type, f.type, table.value(other, values))
+    coming = wanted.get(("field", f"{entity.name}.{f.name}"), {}).get("options") or {}
+    known = {*f.values, *coming.get("values", ()), *coming.get("transitions", ())}
+    if f.type in ("enum", "state") and value in known:  # also what only the coming version knows
+        return lambda table, values: value
+    stored = tx._encoded(entity, {f.name: value}, partial=True)[f.name]
+    return lambda table, values: stored
