@@ -402,7 +402,7 @@ def answer(call: Call, *, id: int, approve: bool, reason: str | None = None) -> 
     if row["expires"] is not None and row["expires"] <= datetime.now(UTC):
         layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "expired", answered=now()))
         raise Conflict(f"approval {id} has expired", hint="whoever asked must ask anew")
-    values: dict[str, Any] = {"answered_by": call.asking.principal, "answered": now(), "answer": reason}
+    values: dict[str, Any] = {"answered_by": call.asking.principal, "answered": now(), "answer": reason or call.reason}
     if not approve:
         layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "refused", **values))
         return {"approval": id, "status": "refused"}
@@ -433,11 +433,11 @@ def _may_answer(call: Call, row: Mapping[str, Any]) -> None:
         policy.refusal("approve", resource, grants, named=True)
         if not allowed
         else Denied(
-            f"{policy.me['name']} may not answer approval {row['id']}: {', '.join(by)} may",
+            f"{policy.me['name']} may not answer approval {row['id']}: {', '.join(by or ())} may",
             action="approve",
             resource=resource,
             rows=[grant.id for grant in grants],
-        )  # fmt: skip
+        )
     )
     layer._ledger.denied(call.execution, error)
     if "approval" in layer.schema().by_name:

@@ -11,20 +11,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from ..errors import Conflict, Denied, LayerError, LimitExceeded, NotFound, Unavailable
+from ..sandbox.egress import rules
 from ..sandbox.sandbox import Sandbox
 from ..settings import state_directory
-from ..substrate.ledger import Execution, now
+from ..substrate.ledger import Execution, Tx, now
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import datetime_text
-from . import contracts, runners, tools, usage
+from . import approvals, contracts, delegation, models, runners, stops, tools, usage
+from . import secrets as vault
 from .channel import Channel
-from .executions import STEPS, Run
+from .executions import STEPS, Run, asked_for
 from .programs import Program, recorded
 from .signature import dumps
 
@@ -34,7 +36,14 @@ SWEEP = 10.0  # between two looks for boxes that nobody knows
 YOUNG = 30.0  # an execution without a box that is younger is being made
 LARGE = 16 << 10  # bytes of a step's detail
 KEEPER = "keeper/"  # leases of those who look after boxes, by host
-KINDS = {"exec": "command", "network": "network", "secret": "secret", "file": "file", "limit": "limit"}
+KINDS = {
+    "exec": "command",
+    "network": "network",
+    "model": "model",
+    "secret": "secret",
+    "file": "file",
+    "limit": "limit",
+}
 ANSWER = 64 << 10  # bytes of what an agent returns
 PASSING = ("/run/", "/tmp/", "/var/tmp/", "/dev/")  # what is there is nobody's work
 log = logging.getLogger("livinglayer")
@@ -44,18 +53,21 @@ class Bound(Run):
     """The execution that a box of a contract is: each change is a tx at once, while the contract and the permission stand."""
 
     def __init__(self, layer: Any, execution: Execution, branch: str, given: Mapping[str, Any], box: Any) -> None:
-        contract = contracts.by_id(layer, (execution.call or {})["contract"])
+        contract = delegation.effective(layer, (execution.call or {})["contract"], given)
         super().__init__(
             layer, execution, branch=branch, reads=contracts.view(layer, contract, given["slice"], branch), calls=contract.functions,
             readable=given["readable"], projections=contract.projections, voucher=contract.writer, atomic=False,
         )  # fmt: skip
-        self.contract, self.terms = contract, given["terms"]
+        self.contract, self.terms, self.given = contract, given["terms"], given
         self.token = contracts.token(layer.id, given["key"])
         self.about = {"contract": contract.name, "box": given["name"], "projections": list(contract.projections)}
         self.agent: Mapping[str, Any] | None = given.get("agent")
         self._known: tuple[Any, dict[str, tools.Tool]] | None = None
         self.used: Callable[[], Mapping[str, float]] = dict
         self.refused: Denied | None = None
+        self.stops = stops.Stops(contract.stops)
+        self.guard = approvals.guarded(contract.approvals)
+        self.asks = approvals.Asks(self, contract.name, self.stand)
         if given["sliced"]:
             self.on_slice = lambda: self._slice(box)
 
@@ -68,15 +80,26 @@ class Bound(Run):
                 self.layer._ledger.denied(self.execution, error, action=name)
             self.refused = error
             raise
+        if name != "tool":  # what it asks for is asked here once more
+            self.stops.asked(name, asked_for({"rest": rest, **given}, body))
+        if (over := self.stops.over) is not None:
+            raise over  # its keeper ends the box
         try:
             return super().answer(method, name, rest, given, body)
         finally:
             self.draft.first_read = None  # what is changed is changed now: nothing read before must still be so
 
+    def facts(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """The steps that are not recorded yet, by their time: what the host tells of comes a moment later than what the channel sees."""
+        first, self.flushed = self.flushed, len(self.steps)
+        steps = sorted(self.steps[first : self.flushed], key=lambda step: step[2])
+        return [self.fact(self.before + first + n, *step) for n, step in enumerate(steps, 1)]
+
     def stand(self) -> None:
         """Denied when the contract is gone or says something else now, or its principal may not act under it any more."""
         try:
-            found = contracts.by_id(self.layer, self.contract.id)
+            found = delegation.effective(self.layer, self.contract.id, self.given)
+            delegation.stand(self.layer, self.execution.principal, self.given)
         except NotFound:
             raise Denied(
                 f"contract {self.contract.name!r} is no more", resource=f"contract:{self.contract.name}"
@@ -89,7 +112,98 @@ class Bound(Run):
             )
         contracts.decide(self.layer, self.execution.principal, found, self.branch)
 
+    def refuse(self, name: str, error: LayerError, given: Mapping[str, Any], body: bytes = b"") -> None:
+        super().refuse(name, error, given, body)
+        self.stops.refused(error.code)
+
+    # What somebody must say yes to first
+
+    def _change(self, changes: Sequence[Callable[[Tx], Any]]) -> None:
+        before, after = self.guard
+        super()._change([before, *changes, after] if self.contract.approvals else changes)
+
+    def _asking(self, do: str, given: Any, act: Callable[[Any], Any]) -> Any:
+        try:
+            return act(given)
+        except approvals.Needed as needed:
+            asked = {key: given.get(key) for key in ("entity", "values", "on", "function", "arguments")}
+            asked |= {key: given.optional_number(key) for key in ("id", "expect")}
+            return self.asks.answer(needed.rule, do, {key: value for key, value in asked.items() if value is not None})
+
+    def _on_insert(self, given: Any) -> Any:
+        return self._asking("insert", given, super()._on_insert)
+
+    def _on_update(self, given: Any) -> Any:
+        return self._asking("update", given, super()._on_update)
+
+    def _on_delete(self, given: Any) -> Any:
+        return self._asking("delete", given, super()._on_delete)
+
+    def _on_upsert(self, given: Any) -> Any:
+        return self._asking("upsert", given, super()._on_upsert)
+
+    def _on_call(self, given: Any) -> Any:
+        return self._asking("call", given, super()._on_call)
+
+    def called(self, name: str, arguments: Any, key: str | None = None) -> bytes:
+        if key is None and name in self.contract.functions:
+            rule = approvals.of_call(self, self.contract.approvals, name, arguments)
+            if rule is not None:
+                raise approvals.Needed(rule)
+        return super().called(name, arguments, key)
+
+    def _on_delegate(self, given: Any) -> Any:
+        told = delegation.delegate(self, self.contract, self.used(), given, self.asks.hold)
+        self.step("delegation", **{key: told[key] for key in ("execution", "status")}, contract=given.text("contract"))
+        return told
+
     # What an agent asks of itself
+
+    def _on_projection(self, given: Any) -> Any:
+        mine = {
+            "me.contract": self._terms,
+            "me.budget": self.budget,
+            "me.denials": self._denials,
+            "me.approvals": self.asks.told,
+        }
+        name = given.rest or given.text("name")
+        if name not in mine:
+            return super()._on_projection(given)
+        rows = mine[name]()
+        self.step("query", projection=name, rows=len(rows), **self._told(dumps(rows)))
+        return {"rows": rows, "tx": None}
+
+    def _terms(self) -> list[dict[str, Any]]:
+        """Its contract as it holds for it."""
+        shown = (
+            "reads",
+            "scope",
+            "functions",
+            "projections",
+            "contracts",
+            "tier",
+            "budget",
+            "approvals",
+            "stops",
+            "artifacts",
+            "instructions",
+        )
+        said = {name: getattr(self.contract, name) for name in shown} | {"reads": self.reads}
+        hosts = [rule.text for rule in rules.parse(list(self.contract.egress))]
+        names = [secret.name for secret in vault.wanted(list(self.contract.secrets))]
+        return [{"name": self.contract.name, "branch": self.branch, **said, "egress": hosts, "secrets": names}]
+
+    def _denials(self) -> list[dict[str, Any]]:
+        """What it was denied, the last thousand."""
+        self.layer._ledger.flush(self.execution)
+        engine, names = self.layer.engine, ("id", "action", "resource", "reason", "at")
+        with engine.reading() as session:
+            rows = session.all(
+                f"select id, action, resource, reason, {engine.portable('at', 'datetime')} from {engine.schema_prefix}ledger_decision"
+                " where execution = ? order by id desc limit 1000",
+                (self.execution.id,),
+            )
+        return [dict(zip(names, row, strict=True)) for row in reversed(rows)]
 
     def _on_agent(self, given: Any) -> Any:
         if self.agent is None:
@@ -164,10 +278,19 @@ class Kept:
             self.problem = Denied(f"contract {self.given.get('contract')!r} is no more: {error.message}")
         self.run.before, self.seen, self.began = self._recorded()
         if isinstance(self.run, Bound):
-            self.run.used = self.used
-        self.offset, self.ended = 0, False
+            self.run.used, self.run.asks.hold = self.used, self._hold
+            for _, detail in recorded(self.run, ("refusal",)):
+                self.run.stops.refused(detail["code"])
+        self.frozen, self._held = False, 0.0  # whether its box waits, and when that was last looked at
+        self.stopped: str | None = None  # the query that was waited for
+        self.offset, self.ended, self.untold = 0, False, list[dict[str, Any]]()
         self.cpu, self.memory, self.sent, self.received, self._cpu_now = 0.0, 0.0, 0, 0, 0.0
-        self._heard = {"cpu": 0.0, "sent": 0.0, "received": 0.0}
+        self._heard = {"cpu": 0.0, "sent": 0.0, "received": 0.0, "tokens": 0.0, "money": 0.0}
+        asked = [detail for _, detail in recorded(self.run, ("model",))]
+        self._said = {
+            "tokens": sum(one["input"] + one["output"] for one in asked),
+            "money": sum(one["money"] for one in asked),
+        }
         self._ticked, self._why = time.monotonic(), ""
         self._pid = None if self.box is None else self.box.info()["pid"]
         self._remember()
@@ -216,6 +339,7 @@ class Kept:
     def _serve(self) -> None:
         """Answer what the box asks."""
         try:
+            self._attend()
             while not self.stop.is_set() and not self.ended:
                 if self.stale:
                     self._hang_up()
@@ -224,13 +348,60 @@ class Kept:
                 if self.channel is None:
                     self.stop.wait(TICK / 5)
                     continue
+                self._thaw()
                 for fd, event in self.channel.poll.poll(TICK * 1000 / 5):
                     self.channel.turn(fd, event)
+                    self._thaw()  # the answer is in its socket
+        except approvals.Halted:
+            pass  # whoever comes next goes on waiting
         except Exception as error:
             log.exception("box of execution %s", self.number, exc_info=error)
         finally:
             self.stop.set()
             self._hang_up()
+
+    def _attend(self) -> None:
+        """Go on with what the box waited for when whoever answered before ended."""
+        assert isinstance(self.run, Bound) and self.box is not None
+        rows = list(self.run.asks.rows.values())
+        for row in rows:
+            if row["status"] in ("pending", "approved"):
+                self.run.asks.settle(row)
+        if rows and not self.frozen and self.box.info()["state"] == "paused":
+            paused = max((event["at"] for event in self.box.trace() if event["event"] == "pause"), default=0.0)
+            self.frozen = any(
+                row["asked"].timestamp() - TICK < paused < (row["answered"] or datetime.now(UTC)).timestamp() + TICK
+                for row in rows
+            )
+
+    def _hold(self) -> None:
+        """Keep the box frozen while it waits: its memory stays, its clocks of waiting stand still."""
+        if self.stop.is_set() or self.ended or not self.run.open:
+            raise approvals.Halted
+        if self.frozen and time.monotonic() - self._held < TICK:
+            return
+        if not self.frozen and self.channel is not None:
+            self.channel.hold("approval")
+        self.frozen, self._held = True, time.monotonic()
+        assert self.box is not None
+        try:
+            if self.box.info()["state"] == "running":
+                self.box.pause()
+        except LayerError as error:  # it is gone, or its host starts again
+            log.info("box %s: %s", self.id, error)
+
+    def _thaw(self) -> None:
+        """Let a box that waited go on."""
+        if not self.frozen:
+            return
+        assert self.box is not None
+        try:
+            self.box.resume()
+            self.frozen = False
+        except NotFound:
+            self.frozen = False
+        except LayerError as error:  # its host starts again: the next turn does it
+            log.info("box %s: %s", self.id, error)
 
     def _connect(self) -> None:
         assert self.box is not None and isinstance(self.run, Bound)
@@ -300,8 +471,34 @@ class Kept:
                 self.run.stand()
             except Denied as error:
                 problem = error
+            problem = problem or self.run.stops.over
+            if problem is None and (stopped := self._met()) is not None:
+                self.stopped = stopped
+                self._files()
+                self._flush()
+                assert self.box is not None
+                self.box.kill()
+                return self.conclude()
         if problem is not None:
             self.end(problem)
+
+    def _met(self) -> str | None:
+        """The query among its stops that gives a row by now, as the box itself would see it."""
+        assert isinstance(self.run, Bound)
+        run = self.run
+        for sql in run.stops.queries:
+            try:
+                rows, _ = self.layer._reads.query_at(
+                    sql, None, self.branch, None, run.deciding, None, 1, narrow=run.reads
+                )
+            except LimitExceeded:  # more than one
+                return str(sql)
+            except LayerError as error:
+                log.warning("stop of execution %s: %s", self.number, error)
+                continue
+            if rows:
+                return str(sql)
+        return None
 
     def _turn(self) -> bool:
         """Look at the agent's program; whether it is over."""
@@ -336,22 +533,32 @@ class Kept:
         """What the host saw of it since the last look, as steps."""
         if self.box is None:
             return
-        while True:
-            events, self.offset = self.box.trace_after(self.offset)
-            for event in events:
-                self._hear(event)
-            if not events:
+        while self._heard_all():
+            self.untold, self.offset = self.box.trace_after(self.offset)
+            if not self.untold:
                 return
+
+    def _heard_all(self) -> bool:
+        """Each of what was told, once: what could not be recorded now is tried again."""
+        while self.untold:
+            self._hear(self.untold[0])
+            del self.untold[0]
+        return True
 
     def _hear(self, event: dict[str, Any]) -> None:
         """What the host told counts, also of what began and ended between two looks; what is new becomes a step."""
+        told = event.get("model") if event["event"] == "network" else None
+        money = models.price(self.run.contract.model if isinstance(self.run, Bound) else None, told) if told else 0.0
+        if event["at"] > self.seen:
+            self._note(event if told is None else models.step(self.run, str(self.id), event, money))
+        if told:
+            self._heard["tokens"] += told["input"] + told["output"]
+            self._heard["money"] += money
         if event["event"] == "network":
             self._heard["sent"] += int(event.get("up") or 0)
             self._heard["received"] += int(event.get("down") or 0)
         elif event["event"] == "exec":
             self._heard["cpu"] += float(event.get("user") or 0) + float(event.get("system") or 0)
-        if event["at"] > self.seen:
-            self._note(event)
 
     def _note(self, event: dict[str, Any]) -> None:
         self.seen, name = event["at"], event["event"]
@@ -375,13 +582,23 @@ class Kept:
             self.run.flushed = first
             raise
 
+    def _waited(self) -> float:
+        return approvals.waited(list(self.run.asks.rows.values())) if isinstance(self.run, Bound) else 0.0
+
     def used(self) -> dict[str, float]:
         """What it has used of what budgets speak of."""
         used = self.spent()
-        return {
-            "seconds": (datetime.now(UTC) - self.began).total_seconds(), "steps": self.run.before + len(self.run.steps),
+        lent = (
+            delegation.spent(self.layer, self.number)
+            if isinstance(self.run, Bound) and self.run.contract.contracts
+            else {}
+        )
+        own: dict[str, float] = {
+            "seconds": (datetime.now(UTC) - self.began).total_seconds() - self._waited(), "steps": self.run.before + len(self.run.steps),
             "cpu": used["cpu"], "bytes": used["sent"] + used["received"],
+            **{name: max(self._heard[name], self._said[name]) for name in ("tokens", "money")},
         }  # fmt: skip
+        return {name: amount + lent.get(name, 0) for name, amount in own.items()}
 
     def _over(self) -> LimitExceeded | None:
         """The budget that is used up, if one is."""
@@ -406,7 +623,9 @@ class Kept:
         """The files it changed, as steps."""
         assert self.box is not None
         try:
-            found = [change for change in self.box.changes() if not change["path"].startswith(PASSING)]
+            found = [
+                one for one in self.box.changes() if one["type"] != "directory" and not one["path"].startswith(PASSING)
+            ]
         except LayerError:
             return
         for change in found[:1000]:
@@ -432,6 +651,8 @@ class Kept:
     def _failure(self) -> LayerError | None:
         """Why the agent has failed, if it has."""
         assert self.program is not None
+        if self.stopped is not None:
+            return None
         if self.program.exit is None:
             return LayerError("it was stopped before its program ended") if self._why == "killed" else None
         return self.program.problem(self.run.contract.artifacts if isinstance(self.run, Bound) else ())
@@ -443,7 +664,7 @@ class Kept:
         if (
             self.program is None
             or not self.program.agent.get("propose")
-            or self.program.exit is None
+            or (self.program.exit is None and self.stopped is None)
             or self._failure()
         ):
             return None
@@ -460,7 +681,9 @@ class Kept:
             log.warning("the trace of box %s: %s", self.id, error)
         status = "done"
         told: dict[str, Any] = {"box": self.id, "steps": self.run.before + len(self.run.steps)}
-        if problem is None and self._why == "wall limit":
+        if self.stopped is not None:
+            told["stopped"] = self.stopped
+        elif problem is None and self._why == "wall limit":
             budget = self.run.contract.budget.get("seconds") if isinstance(self.run, Bound) else None
             problem = LimitExceeded("its time was over") if budget is None else _spent("seconds", budget, budget)
         elif problem is None and self.program is not None and (self.program.exit is not None or self._why == "killed"):
@@ -471,9 +694,12 @@ class Kept:
             problem = LayerError("the box is gone, and its host does not know why")
         if self.program is not None:
             told |= self.program.told() | {"branch": self.branch, "proposal": None if problem else self._propose()}
+        told |= {name: amount for name, amount in self.used().items() if name in ("tokens", "money") and amount}
         if problem is not None:
             status = "denied" if isinstance(problem, Denied) else "failed"
             told["error"] = {"code": problem.code, "message": problem.message, "hint": problem.hint}
+        if isinstance(self.run, Bound):
+            told["used"] = {name: round(amount, 6) for name, amount in self.used().items()}
         wall = (datetime.now(UTC) - self.began).total_seconds()
         spent = (round(wall, 3), *self.spent().values(), 0, now())
         row = ("ledger_usage", (self.number, self.execution.principal, self.contract, None, *spent))
@@ -481,6 +707,8 @@ class Kept:
             self.layer._ledger.conclude(self.execution, status, told, facts=[*self.run.facts(), row])
         except Denied:
             self.layer._ledger.let_go(self.execution)  # another was quicker
+        if not isinstance(self.run, Bound) or self.run.contract.approvals:
+            approvals.withdraw(self.layer, self.execution)
         self.ended = True
         self.layer.engine.release(f"{usage.LIVE}{self.number}", self.tending.id)
 
@@ -615,13 +843,11 @@ class _Ended(Kept):
             return
         from ..sandbox.client import blocking_client, run_blocking
 
-        while True:
+        while self._heard_all():
             request = {"do": "trace.more", "box": self._past, "offset": self.offset, "wait": 0}
             more = run_blocking(blocking_client().call(request))
-            self.offset = more["offset"]
-            for event in more["events"]:
-                self._hear(event)
-            if not more["events"]:
+            self.untold, self.offset = more["events"], more["offset"]
+            if not self.untold:
                 return
 
 
