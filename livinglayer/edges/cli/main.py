@@ -15,11 +15,13 @@ from livinglayer.edges.cli import (
     boxes,
     contracts,
     decide,
+    demo,
     functions,
     images,
     locate,
     projections,
     replay,
+    rows,
     secrets,
     usage,
     why,
@@ -71,7 +73,22 @@ def verbs(groups: dict[str, Any], name: str) -> Any:
     """Where the commands below `layer NAME` are added; made at its first use."""
     if name not in groups:
         above, _, last = name.rpartition(" ")
-        parts = (agents, boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay, decide)
+        parts = (
+            agents,
+            boxes,
+            images,
+            secrets,
+            functions,
+            workers,
+            why,
+            contracts,
+            projections,
+            usage,
+            replay,
+            decide,
+            demo,
+            rows,
+        )
         what = next(part.GROUPS[name] for part in parts if name in part.GROUPS)
         sub = verbs(groups, above).add_parser(last, help=what, description=what)
         groups[name] = sub.add_subparsers(metavar="VERB", required=True)

@@ -118,12 +118,12 @@ class Printer:
             self.table(names, rows)
         self.say(counted(len(rows), noun), DIM)
 
-    def table(self, names: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
+    def table(self, names: Sequence[str], rows: Sequence[Mapping[str, object]], indent: str = "") -> None:
         heads = [escape(name) for name in names]
         cells = [[text(row.get(name)) for name in names] for row in rows]
         widths = [max(map(width, column)) for column in zip(heads, *cells, strict=True)]
         if self.columns is not None:
-            room = self.columns - 2 * (len(widths) - 1)
+            room = self.columns - 2 * (len(widths) - 1) - len(indent)
             if sum(min(size, NARROWEST) for size in widths) > room:
                 self.records(heads, cells)
                 return
@@ -140,10 +140,10 @@ class Printer:
                 shown.append(pad + value if right[at] else value + pad)
             return "  ".join(shown).rstrip()
 
-        print(line(heads, colour=BOLD), file=self.out)
-        print(self.paint("  ".join("─" * size for size in widths), DIM), file=self.out)
+        print(indent + line(heads, colour=BOLD), file=self.out)
+        print(indent + self.paint("  ".join("─" * size for size in widths), DIM), file=self.out)
         for row, values in zip(rows, cells, strict=True):
-            print(line(values, [row.get(name) is None for name in names]), file=self.out)
+            print(indent + line(values, [row.get(name) is None for name in names]), file=self.out)
 
     def records(self, heads: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
         """Too many columns for the terminal: each row as a list of its fields."""
