@@ -55,7 +55,7 @@ def of(
     if argv is None and contract.model is None:
         raise Invalid(
             f"contract {contract.name!r} has neither a model nor a program, so there is nothing to run",
-            hint="layer contract define with model or program; or layer agent run … -- COMMAND",
+            hint="layer contract define with model or program; or layer agent run … --program COMMAND",
         )
     if model is not None and contract.model is None:
         raise Invalid(f"contract {contract.name!r} has no model", hint="leave --model out")

@@ -96,9 +96,13 @@ class Run:
         """The steps that are not recorded yet, as rows."""
         first, self.flushed = self.flushed, len(self.steps)
         return [
-            ("ledger_step", (self.execution.id, n, kind, _detail(detail), at))
-            for n, (kind, detail, at) in enumerate(self.steps[first : self.flushed], start=self.before + first + 1)
+            self.fact(n, *step)
+            for n, step in enumerate(self.steps[first : self.flushed], start=self.before + first + 1)
         ]
+
+    def fact(self, n: int, kind: str, detail: Mapping[str, Any], at: str) -> tuple[str, tuple[Any, ...]]:
+        """A step as a row."""
+        return "ledger_step", (self.execution.id, n, kind, _detail(detail), at)
 
     def output(self, stream: str, data: bytes, truncated: bool) -> None:
         """Keep what was printed: short text in the step, more by content."""

@@ -77,7 +77,7 @@ def step(run: Run, box: str, event: Mapping[str, Any], money: float) -> dict[str
     told = dict(event["model"])
     name, cut = told.pop("exchange", None), told.pop("cut", None)
     detail: dict[str, Any] = {
-        "at": event["at"], "event": "model", **told, "money": money, "status": event.get("status"),
+        "at": event["at"], "began": event.get("began"), "event": "model", **told, "money": money, "status": event.get("status"),
         "ms": round((event["at"] - event.get("began", event["at"])) * 1000, 2), "host": event.get("host"), "path": event.get("path"),
     }  # fmt: skip
     if event.get("reason"):

@@ -569,7 +569,7 @@ class Kept:
         detail = event if len(dumps(event)) <= LARGE else {"at": event["at"], "event": name, "cut": str(event)[:LARGE]}
         detail = json.loads(dumps(detail).decode().replace(self.run.token, "…"))  # a command may have had its LAYER_URL
         if self.run.before + len(self.run.steps) < STEPS:
-            at = datetime_text(datetime.fromtimestamp(event["at"], UTC))
+            at = datetime_text(datetime.fromtimestamp(event.get("began") or event["at"], UTC))
             self.run.steps.append((KINDS.get(name, "box"), detail, at))
 
     def _flush(self) -> None:

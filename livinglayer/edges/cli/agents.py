@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from argparse import Namespace
+from argparse import REMAINDER, Namespace
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ LOOK = 0.2  # seconds between two looks at an agent
     arg("--model", metavar="M", help="another model than the contract's, at the same place"),
     arg("--no-propose", action="store_true", help="do not ask for a merge at its end"),
     arg("--detach", action="store_true", help="do not watch it"),
-    arg("program", nargs="*", metavar="-- COMMAND", help="a program instead of the contract's"),
+    arg("--program", nargs=REMAINDER, metavar="COMMAND", help="a program instead of the contract's: all that comes after this flag"),
     flags="as reason", place="both",
 )  # fmt: skip
 def run(layer: Layer, args: Namespace, out: Printer) -> int:
@@ -158,8 +158,9 @@ def follow(layer: Layer, number: int, out: Printer, principal: str | None) -> in
             time.sleep(LOOK)
         watch.look()
     except KeyboardInterrupt:
+        out.say()
         out.say(
-            f"\nLeft to itself: agent {number} goes on. layer agent show {number} --follow, layer agent stop {number}"
+            f"Left to itself: agent {number} goes on. layer agent show {number} --follow, layer agent stop {number}"
         )
         return 0
     found = summary(layer, number, out, principal)
