@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ..errors import Invalid, LimitExceeded
+from ..errors import Denied, Invalid, LimitExceeded, NotFound
 from ..substrate.ledger import MAIN_CHAIN, now
 from ..substrate.reads import clock
 from ..substrate.schema import SYSTEM
@@ -40,7 +40,7 @@ def fact(run: Any, function: Any, asking: Any, ended: Any, wall: float) -> tuple
 def totals(
     layer: Any, by: str = "principal", since: datetime | None = None, principal: str | None = None
 ) -> list[dict[str, Any]]:
-    """What was used, by principal, contract or function, of what a principal may read of it."""
+    """What was used, by principal, contract or function, of what a principal may read of it; models too, where boxes asked any."""
     if by not in ("principal", "contract", "function"):
         raise Invalid(f"usage is told by principal, contract or function, not {by!r:.60}")
     where = "" if since is None else "where at > :since"
@@ -48,7 +48,31 @@ def totals(
         f"select {by}, count(*) as executions, sum(wall) as wall, sum(cpu) as cpu, sum(memory) as memory, sum(sent) as sent,"
         f" sum(received) as received from usage {where} group by {by} order by sum(cpu) desc, {by}"
     )
-    return list(layer.query(sql, {} if since is None else {"since": since}, principal=principal))
+    params = {} if since is None else {"since": since}
+    rows = list(layer.query(sql, params, principal=principal))
+    for row in rows:
+        row |= {"tokens": 0, "money": 0.0}
+    if by != "function":
+        _models(layer, by, rows, where, params, principal)
+    return rows
+
+
+def _models(
+    layer: Any, by: str, rows: list[dict[str, Any]], where: str, params: dict[str, Any], principal: str | None
+) -> None:
+    """Add what was used of models, which the outcome of a box says; nothing for who may not read executions."""
+    sums = ", ".join(f"sum(cast(e.result ->> '{name}' as float)) as {name}" for name in ("tokens", "money"))
+    sql = (
+        f"select e.{by}, {sums} from execution e join usage u on u.execution = e.id and e.kind = 'contract'"
+        f" {where.replace('at >', 'u.at >')} group by e.{by}"
+    )
+    try:
+        found = {row[by]: row for row in layer.query(sql, params, principal=principal)}
+    except (Denied, Invalid, NotFound):
+        return
+    for row in rows:
+        if used := found.get(row[by]):
+            row |= {"tokens": int(used["tokens"] or 0), "money": round(used["money"] or 0.0, 6)}
 
 
 # Quotas

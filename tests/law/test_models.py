@@ -13,7 +13,7 @@ from sandbox.hosts import Host, wait_until
 from livinglayer import Layer
 from livinglayer.errors import Invalid
 from livinglayer.jobs.scripted_model import Api, ScriptedModel
-from livinglayer.law import models, tending
+from livinglayer.law import models, tending, usage
 from livinglayer.law import secrets as vault
 from livinglayer.sandbox.egress.rules import parse
 from livinglayer.sandbox.sandbox import Sandbox
@@ -126,6 +126,15 @@ def test_tokens_that_are_used_up_end_the_box(office: Layer) -> None:
         assert ask(box, "print(ask('c') and 'fine')") == "fine"
         ended = outcome(office, told)
     assert ended["status"] == "failed" and "over its budget of 1200 tokens: 1500" in ended["result"]["error"]["message"]
+    assert (ended["result"]["tokens"], ended["result"]["money"]) == (1500, 0.0081)
+    for by in ("principal", "contract"):
+        [row] = [row for row in usage.totals(office, by) if row["tokens"]]
+        assert (row[by], row["tokens"], row["money"]) == ({"principal": "owner", "contract": "asker"}[by], 1500, 0.0081)
+    office.principal("ann")
+    office.grant("ann", "read", "usage")
+    assert [row["tokens"] for row in usage.totals(office, principal="ann")] == [
+        0
+    ]  # what it may not read adds up to nothing
     assert not Sandbox.list(labels={"layer": office.id})
 
 

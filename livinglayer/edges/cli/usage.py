@@ -37,7 +37,7 @@ def since(word: str | None) -> datetime | None:
     flags="as",
 )
 def usage_(layer: Layer, args: Namespace, out: Printer) -> None:
-    """Show what executions used: how many, seconds of CPU, byte-seconds of memory, bytes of network."""
+    """Show what executions used: how many, seconds of CPU, byte-seconds of memory, bytes of network, tokens of models and their price."""
     from livinglayer.law import usage
 
     rows = usage.totals(layer, args.by, since(args.since), acting(args))
