@@ -31,14 +31,14 @@ from ..substrate.predicates import compile_predicate
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import json_text
-from . import approvals, functions, stops, usage
+from . import approvals, functions, models, stops, usage
 from . import secrets as vault
 from .blueprints import definer_of, guard, row_by_id, row_of, shape
 from .executions import traceparent
 from .verbs import Call, Items, Object, verb
 
 NAME = re.compile(r"[a-z][a-z0-9_.-]{0,99}")
-BUDGET = ("seconds", "steps", "cpu", "bytes")
+BUDGET = ("seconds", "steps", "cpu", "bytes", "tokens", "money")
 TERMS = (
     "reads", "scope", "functions", "projections", "blueprint", "egress", "secrets", "minimum_tier", "tier", "approvals", "stops", "artifacts",
     "contracts", "model",
@@ -142,6 +142,7 @@ def _within(mine: rules.Rule, theirs: rules.Rule) -> bool:
         and theirs.path in (None, mine.path)
         and (theirs.bytes is None or (mine.bytes is not None and mine.bytes <= theirs.bytes))
         and theirs.rate in (None, mine.rate)
+        and theirs.model in (None, mine.model)
         and mine.secrets <= theirs.secrets
         and mine.dials_like(theirs)
     )  # fmt: skip
@@ -232,7 +233,12 @@ def check(layer: Any, row: Mapping[str, Any], blueprint: Mapping[str, Any] | Non
                 f"the budget of {what} has {', '.join(BUDGET)}, each a number above 0, not {key}={amount!r:.60}"
             )
     said = {**(blueprint or {}), "egress": list(egress(row, blueprint)), "secrets": list(lent(row, blueprint))}
-    vault.bind(said["egress"], vault.wanted(said["secrets"]))
+    models.bind(what, vault.bind(said["egress"], vault.wanted(said["secrets"])), row["model"])
+    if "money" in (row["budget"] or {}) and not (row["model"] or {}).get("prices"):
+        raise Invalid(
+            f"the budget of {what} is in money, and its model has no prices",
+            hint='"prices": {"input": 3, "output": 15}',
+        )
 
 
 MODEL = {"api", "url", "model", "secret", "max_tokens", "timeout", "prices"}
@@ -270,7 +276,7 @@ def check_agent(row: Mapping[str, Any]) -> None:
             raise Invalid(f"{key} of the model of {what} is a number above 0")
     prices = model.get("prices")
     if prices is not None and not (
-        isinstance(prices, Mapping) and all(k in ("input", "output") and isinstance(v, int | float) and v >= 0 for k, v in prices.items())
+        isinstance(prices, Mapping) and all(k in ("input", "cached", "output") and not isinstance(v, bool) and isinstance(v, int | float) and 0 <= v < 1e9 for k, v in prices.items())
     ):  # fmt: skip
         raise Invalid(f"the prices of the model of {what} are of a million tokens", hint='{"input": 3, "output": 15}')
 
@@ -378,6 +384,7 @@ class Making:
         self.name = name or f"{re.sub('[^a-z0-9]+', '-', contract.name)[:30].strip('-')}-{self.key[:6]}"
         row = {**(contract.blueprint or {}), "egress": list(contract.egress), "secrets": list(contract.secrets)}
         self.values, given, self.readable = vault.for_box(layer, row, principal, branch=branch)
+        given = models.bind(f"contract {contract.name!r}", given, contract.model)
         limit = contract.budget.get("seconds")
         shaped = (
             Blueprint()
