@@ -465,3 +465,32 @@ def test_commands_work_while_another_process_holds_the_layer_open(shop: Layer, l
     assert (done.returncode, done.stderr) == (0, "")
     shop.insert("item", {"name": "here"}, branch="beside")
     assert os.environ["XDG_CONFIG_HOME"] != str(Path.home() / ".config")
+
+
+def test_rows_are_added_changed_and_removed(run: Run, home: Path, location: str) -> None:
+    with livinglayer.open(location) as layer:
+        layer.define("thing", {"name": "text!", "qty": "int", "kept": "bool"})
+    made = run("insert", "thing", "name=bolt", "qty=3", "--json")
+    number = made.json["id"]
+    assert run("update", "thing", number, "qty=4", "kept=true", "--reason", "counted again").code == 0
+    told = run("query", "select name, qty, kept from thing", "--json").json
+    assert told == [{"name": "bolt", "qty": 4, "kept": True}]
+    late = run("update", "thing", number, "qty=5", "--expect", 1)
+    assert late.code == 5 and late.err.startswith("layer: ")
+    assert run("insert", "thing", "qty=many").code == 2
+    assert run("insert", "thing", "bolt").err.startswith("layer: value 'bolt' is not NAME=VALUE")
+    assert run("delete", "thing", number).out.startswith(f"Removed thing/{number} in tx ")
+    assert run("query", "select * from thing", "--json").json == []
+    assert run("delete", "thing", number).code == 4
+
+
+def test_people_are_made_with_roles_and_attributes(run: Run, home: Path) -> None:
+    assert run("principal", "ann", "--role", "clerk", "--attribute", "team=blue").code == 0
+    assert run("grant", "clerk", "read", "principal").code == 0
+    assert run(
+        "query", "select name, kind, attributes from principal where name = 'ann'", "--json", "--as", "ann"
+    ).json == [{"name": "ann", "kind": "human", "attributes": {"team": "blue"}}]
+    assert run("principal", "ben", "--as", "ann").code == 3
+    assert run("principal", "ann", "--role", "boss", "--no-roles").code == 2
+    assert run("principal", "ann", "--no-roles").code == 0
+    assert run("query", "select name from principal", "--as", "ann").code == 4
