@@ -13,6 +13,7 @@ import livinglayer
 from livinglayer.edges.cli import (
     agents,
     boxes,
+    bundles,
     contracts,
     decide,
     demo,
@@ -76,6 +77,7 @@ def verbs(groups: dict[str, Any], name: str) -> Any:
         parts = (
             agents,
             boxes,
+            bundles,
             images,
             secrets,
             functions,
