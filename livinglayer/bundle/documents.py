@@ -198,7 +198,7 @@ def explained(file: str, error: Any) -> Invalid:
     match error.validator:
         case "oneOf" | "anyOf" if all(isinstance(each, dict) and set(each) == {"required"} for each in limit):
             names = [each["required"][0] for each in limit]
-            given = [name for name in names if name in value]
+            given = [name for name in names if isinstance(value, dict) and name in value]
             return wrong(
                 file, place, f"has {' and '.join(given) or 'none'} of {', '.join(names)}", "it needs one of them"
             )
@@ -211,6 +211,7 @@ def explained(file: str, error: Any) -> Invalid:
         case "required":
             missing = next(key for key in limit if key not in value)
             more = said.get("properties", {}).get(missing, {})
+            more = schema()["$defs"][more["$ref"].rpartition("/")[2]] | more if "$ref" in more else more
             return wrong(file, place, f"{missing!r} is missing", more.get("description") or hint)
         case "type":
             wanted = limit if isinstance(limit, list) else [limit]
@@ -219,7 +220,10 @@ def explained(file: str, error: Any) -> Invalid:
             near = did_you_mean(value, limit) if isinstance(value, str) else ", ".join(limit)
             return wrong(file, place, f"{_short(value)} is none of its values", near)
         case "pattern" | "const":
-            return wrong(file, place, f"{_short(value)} can't be this", hint or f"it is {limit}")
+            what = (
+                "can't be a name here" if "propertyNames" in error.absolute_schema_path else "is not what belongs here"
+            )
+            return wrong(file, place, f"{_short(value)} {what}", hint or f"it is {limit}")
         case "not":
             return wrong(file, place, f"has both {' and '.join(limit['required'])}", "it needs one of them")
         case "minimum" | "exclusiveMinimum" | "maximum" | "exclusiveMaximum":

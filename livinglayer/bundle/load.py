@@ -7,7 +7,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,17 @@ def of_files(given: Mapping[str, bytes]) -> Bundle:
     return _labelled(label, lambda: _bundle(files.check(given)))
 
 
-def _labelled(label: str, make: Any) -> Bundle:
+def _labelled(label: str, make: Callable[[], Bundle]) -> Bundle:
+    """What goes wrong is told with the bundle's name before the path of the file."""
+
+    def told(message: str) -> str:
+        return f"{label}{': ' if ' ' in message.partition(': ')[0] else '/'}{message}"
+
     try:
-        made: Bundle = make()
-        return made
+        return make()
     except (Invalid, LimitExceeded) as error:
-        said = [f"{label}/{each}" for each in error.details.pop("problems", ())]  # type: ignore[attr-defined]
-        raise type(error)(f"{label}/{error.message}", error.hint, **error.details, problems=said) from None
+        found: Any = error.details.get("problems") or [error.message]
+        raise type(error)(told(error.message), error.hint, problems=[told(each) for each in found]) from None
 
 
 # Versions
