@@ -35,6 +35,7 @@ bench: setup  ## measure both engines against a plain table and DoltLite, then b
 	@$(PYTHON) -m bench $(ARGS)
 	@$(PYTHON) -m bench.boxes $(BOXES)
 	@$(PYTHON) -m bench.law
+	@$(PYTHON) -m bench.agents
 	@$(PYTHON) -m bench.why
 
 torture: setup  ## kill -9, concurrency and fuzzing campaigns; takes minutes to hours

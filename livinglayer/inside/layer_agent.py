@@ -56,14 +56,24 @@ def main() -> int:
         told = ended(code, f"the layer does not say what there is to do: {error}")
     except Exception as error:
         code, told = 1, ended(1, f"the agent's loop failed: {error!r}")
-    if code:
-        say(f"\n[{told['error']['message']}]\n")
     try:
         layer._ask("/return", told)
     except layer.LayerError as error:
-        say(f"\n[the layer does not take the answer: {error}]\n")
-        code = code or GONE
+        gone = isinstance(error, (layer.Unavailable, layer.TimedOut, layer.Unauthenticated, layer.Denied))
+        code = GONE if gone else code or LIMIT
+        told = ended(code, f"the layer does not take the answer: {error}")
+        if not gone:
+            give_up(told)
+    if code:
+        say(f"\n[{told['error']['message']}]\n")
     return code
+
+
+def give_up(told: dict[str, Any]) -> None:
+    try:
+        layer._ask("/return", told)
+    except layer.LayerError:
+        pass  # its exit code says it too
 
 
 def ended(code: int, sentence: str) -> dict[str, Any]:
@@ -87,6 +97,7 @@ class Agent:
             parts = [str(given.get("instructions") or ""), RULES, FINISH if "finish" in self.where else ""]
             self.model: Model = kind(model, "\n\n".join(part for part in parts if part), tools, self.say)
             self.waiting: list[Call] = []
+            self.redo = [Call(each["id"], each["name"], each["arguments"]) for each in given.get("redo") or ()]
             if given.get("messages"):
                 self.waiting = self.model.resume(list(given["messages"]))
                 if not self.waiting and self.model.messages[-1]["role"] == "assistant":
@@ -100,6 +111,9 @@ class Agent:
 
     def run(self) -> Any:
         """The final answer."""
+        for call in self.redo:  # of the course before, in a box that has not seen it
+            self.say("↻ {} {}\n".format(call.name, short(layer._encode(call.arguments, "the arguments").decode())))
+            self.act(call)
         if self.waiting:
             done, answer = self.make(self.waiting, 0)
             if done:
