@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Invalid, LayerError
@@ -23,7 +23,7 @@ from ..substrate.authority import PREFIXES
 from ..substrate.predicates import compile_predicate, parse
 from ..substrate.schema import SYSTEM, Entity, Field, Schema, check_entity_name, field_of, field_values
 from ..substrate.values import json_text
-from .documents import did_you_mean
+from .documents import MOST_PROBLEMS, did_you_mean
 
 if TYPE_CHECKING:
     from .load import Bundle
@@ -36,11 +36,8 @@ COLUMNS = ("tier", "base", "limits", "egress", "mounts", "secrets", "environment
 def check(bundle: Bundle, places: Mapping[tuple[str, str], str]) -> None:
     """Refuses a bundle that no layer could take; `places` says where each definition was written."""
     checking = Checking(bundle, places)
-    for part in (
-        checking.manifest, checking.entities, checking.policy, checking.blueprints, checking.functions, checking.triggers,
-        checking.projections, checking.contracts, checking.components, checking.seeds, checking.migrations,
-    ):  # fmt: skip
-        part()
+    with contextlib.suppress(_Enough):
+        checking.all()
     if found := checking.problems:
         raise Invalid(found[0].message, found[0].hint, problems=[each.message for each in found])
 
@@ -52,7 +49,20 @@ class Checking:
         self.bundle, self.places = bundle, places
         self.problems: list[LayerError] = []
         self.open = bool(bundle.requires)  # some names are others'
-        self.schema = SYSTEM
+        self.schema, self.whole = SYSTEM, False
+        self.people = {**bundle.roles, **bundle.principals}
+
+    def all(self) -> None:
+        for part in (
+            self.manifest, self.entities, self.policy, self.blueprints, self.functions, self.triggers, self.projections,
+            self.contracts, self.components, self.seeds, self.migrations,
+        ):  # fmt: skip
+            part()
+
+    def note(self, where: str, why: str, hint: str | None = None) -> None:
+        self.problems.append(Invalid(f"{where}: {why}", hint))
+        if len(self.problems) >= MOST_PROBLEMS:
+            raise _Enough
 
     @contextlib.contextmanager
     def at(self, kind: str, name: object, inside: str = "") -> Iterator[None]:
@@ -62,7 +72,7 @@ class Checking:
         except LayerError as error:
             where = self.places.get((kind, str(name)), f"{kind}: {name}")
             label = f"{where}.{inside}" if inside and not inside.startswith("[") else f"{where}{inside}"
-            self.problems.append(Invalid(f"{label}: {error.message}", error.hint))
+            self.note(label, error.message, error.hint)
             raise _Noted from None
 
     @contextlib.contextmanager
@@ -71,20 +81,18 @@ class Checking:
         with contextlib.suppress(_Noted), self.at(kind, name):
             yield
 
-    def known(self, what: str, name: str, here: Iterable[str]) -> None:
-        names = list(here)
-        if name not in names and not self.open:
-            near = did_you_mean(name, names) if names else None
+    def known(self, what: str, name: str, here: Mapping[str, Any]) -> None:
+        if name not in here and not self.open:
             raise Invalid(
                 f"there is no {what} {name!r:.80} in this bundle",
-                hint=near or f"define it, or require the bundle that has this {what}",
+                hint=did_you_mean(name, here) or f"define it, or require the bundle that has this {what}",
             )
 
     # What is checked
 
     def manifest(self) -> None:
         if self.bundle.name in self.bundle.requires:
-            self.problems.append(Invalid(f"bundle.yaml: requires.{self.bundle.name}: a bundle can't require itself"))
+            self.note(f"bundle.yaml: requires.{self.bundle.name}", "a bundle can't require itself")
 
     def entities(self) -> None:
         made: list[Entity] = []
@@ -108,6 +116,7 @@ class Checking:
                 sets = tuple(tuple(ids[label] for label in labels) for labels in spec.get("unique", ()))
                 made.append(Entity(number, name, f"x_{number}", uniques=sets, fields=tuple(fields)))
         self.schema = Schema(SYSTEM.entities + tuple(made))
+        self.whole = all(f.target in self.schema.by_name for entity in made for f in entity.references)
         for entity in made:
             for f in entity.fields:
                 with self.each("entities", entity.name), self.at("entities", entity.name, f"fields.{f.name}"):
@@ -137,9 +146,7 @@ class Checking:
         """Refuses a condition that can't be read; where all that it may speak of is here, also one that means nothing."""
         parse(text)
         found = None if entity is None else self.entity(entity)
-        if found is not None and all(
-            f.target in self.schema.by_name for e in self.schema.entities for f in e.references
-        ):
+        if found is not None and self.whole:
             compile_predicate(text, self.schema, found)
 
     def parts(self, kind: str, name: str, key: str, spec: Mapping[str, Any]) -> None:
@@ -155,7 +162,6 @@ class Checking:
 
     def policy(self) -> None:
         bundle = self.bundle
-        people = {**bundle.roles, **bundle.principals}
         for kind, group in (("roles", bundle.roles), ("principals", bundle.principals)):
             for name in group:
                 with self.each(kind, name):
@@ -172,12 +178,12 @@ class Checking:
         for n, spec in enumerate(bundle.grants):
             with self.each("grants", n):
                 with self.at("grants", n, "to"):
-                    self.known("role or principal", spec["to"], people)
+                    self.known("role or principal", spec["to"], self.people)
                 self.resource(n, spec)
         for n, spec in enumerate(bundle.quotas):
             with self.each("quotas", n):
                 if "subject" in spec:
-                    self.known("role or principal", spec["subject"], people)
+                    self.known("role or principal", spec["subject"], self.people)
                 if "contract" in spec:
                     self.known("contract", spec["contract"], bundle.contracts)
                 if spec["resource"] not in RESOURCES:
@@ -332,33 +338,34 @@ class Checking:
             if "where" in rule:
                 self.predicate(rule["where"], kind)
         for who in rule.get("by", ()):
-            self.known("role or principal", who, {**self.bundle.roles, **self.bundle.principals, "owner": {}})
+            self.known("role or principal", who, self.people | {"owner": {}})
 
     def components(self) -> None:
-        names = [each["name"] for each in self.bundle.components]
-        above = {each["name"]: each.get("parent") for each in self.bundle.components}
+        above: dict[str, str | None] = {}
         for n, spec in enumerate(self.bundle.components):
             with self.each("components", n):
-                if names.index(spec["name"]) != n:
+                if spec["name"] in above:
                     raise Invalid(f"{spec['name']!r:.80} is there twice", hint="give one of them another name")
+                above[spec["name"]] = spec.get("parent")
+        good: set[str | None] = {None}  # those from which the top is reached
+        for n, spec in enumerate(self.bundle.components):
+            with self.each("components", n):
                 if "projection" in spec:
                     self.known("projection", spec["projection"], self.bundle.projections)
                 if "parent" in spec:
-                    self.known("component", spec["parent"], names)
-                    seen, place = {spec["name"]}, spec["parent"]
-                    while place is not None:
-                        if place in seen:
-                            raise Invalid(
-                                f"{spec['name']!r:.80} is part of itself: {place!r:.80} is above and below it"
-                            )
-                        seen.add(place)
-                        place = above.get(place)
+                    self.known("component", spec["parent"], above)
+                way: set[str | None] = set()
+                place: str | None = spec["name"]
+                while place not in good and place not in way:
+                    way.add(place)
+                    place = above.get(place or "")
+                if place in way:
+                    raise Invalid(f"{spec['name']!r:.80} is part of itself: {place!r:.80} is above and below it")
+                good |= way
 
     def seeds(self) -> None:
         if sum(len(seed.rows) for seed in self.bundle.seeds) > ROWS:
-            self.problems.append(
-                Invalid(f"seeds.yaml: seeds: there are more than {ROWS:,} rows", hint="import them: layer import")
-            )
+            self.note("seeds.yaml: seeds", f"there are more than {ROWS:,} rows", "import them: layer import")
             return
         keys: dict[str, set[str]] = {}
         for n, seed in enumerate(self.bundle.seeds):
@@ -412,7 +419,7 @@ class Checking:
     def reference(self, label: str, value: Mapping[str, Any]) -> None:
         (sort, target), *more = value.items()
         if not more and sort == "$principal" and isinstance(target, str):
-            return self.known("role or principal", target, {**self.bundle.roles, **self.bundle.principals, "owner": {}})
+            return self.known("role or principal", target, self.people | {"owner": {}})
         if not more and sort == "$ref" and isinstance(target, Mapping) and len(target) == 1:
             ((entity, by),) = target.items()
             if (
@@ -432,18 +439,15 @@ class Checking:
         for migration in self.bundle.migrations:
             file = f"migrations/{migration.version}.yaml"
             if newer(migration.version, self.bundle.version):
-                self.problems.append(
-                    Invalid(
-                        f"{file}: leads beyond version {self.bundle.version} of the bundle",
-                        hint="raise version in bundle.yaml",
-                    )
+                self.note(
+                    file, f"leads beyond version {self.bundle.version} of the bundle", "raise version in bundle.yaml"
                 )
             for n, step in enumerate(migration.steps):
                 ((act, spec),) = step.items()
                 try:
                     self.step(act, spec)
                 except LayerError as error:
-                    self.problems.append(Invalid(f"{file}: steps[{n}].{act}: {error.message}", error.hint))
+                    self.note(f"{file}: steps[{n}].{act}", error.message, error.hint)
 
     def step(self, act: str, spec: Mapping[str, Any]) -> None:
         if spec["entity"] in SYSTEM.by_name:
@@ -465,6 +469,10 @@ class Checking:
                     and (len(value) != 1 or not isinstance(value["$field"], str))
                 ):
                     raise Invalid(f"values.{label}: can't be read as another field", hint='{"$field": "title"}')
+
+
+class _Enough(Exception):
+    """More than anybody wants to read at once."""
 
 
 class _Noted(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from ..errors import Invalid
 DEPTH = 50
 NODES = 1_000_000
 KEY_LENGTH = 200
-MOST_PROBLEMS = 20  # that are told of one file
+MOST_PROBLEMS = 20  # that are told at once
 INTEGER = re.compile(r"[-+]?[0-9]+")
 OTHER_BASE = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -272,10 +273,10 @@ def _short(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint: the names that are nearest, or all there are."""
-    names = list(known)
+    """A hint: the names that are nearest, or those there are."""
+    names = list(itertools.islice(known, 500))
     near = difflib.get_close_matches(name[:60], names, 3, 0.6)
-    return f"did you mean {' or '.join(near)}?" if near else ", ".join(names)
+    return f"did you mean {' or '.join(near)}?" if near else ", ".join(names[:20]) + (" …" if len(names) > 20 else "")
 
 
 def place_of(steps: Iterable[Any]) -> str:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = ["Bundle", "Migration", "Seed", "load", "newer", "of_files", "pack", "
 
 LANGUAGES = {".py": "python", ".js": "javascript", ".sql": "sql"}
 NAMED = ("entities", "roles", "principals", "blueprints", "functions", "triggers", "projections", "contracts")
+MOST = 10_000  # definitions of one kind
 LISTED = ("grants", "quotas", "components")
 
 
@@ -136,9 +137,7 @@ def _bundle(given: dict[str, bytes]) -> Bundle:
     made = _Loading(given)
     bundle = made.bundle()
     checks.check(bundle, made.places)
-    signer = sign.verified(given)
-    object.__setattr__(bundle, "signer", signer)
-    return bundle
+    return replace(bundle, signer=sign.verified(given))
 
 
 class _Loading:
@@ -168,6 +167,8 @@ class _Loading:
                 migrations[path.removeprefix("migrations/").removesuffix(".yaml")] = value["steps"]
             elif part != "signature":
                 for kind, items in (value or {}).items():
+                    if len(items) + len(named.get(kind, ())) + len(listed.get(kind, ())) > MOST:
+                        raise LimitExceeded(f"{path}: {kind}: a bundle has at most {MOST:,} {kind}")
                     if isinstance(items, dict):
                         self.merge(path, kind, named.setdefault(kind, {}), items)
                     else:

@@ -148,7 +148,12 @@ def check(layer: Any, values: Mapping[str, Any], branch: str = "main") -> None:
     if values.get("language") == "python":
         try:
             compile(values.get("code") or "", name, "exec")
-        except (SyntaxError, ValueError) as error:
+        except (
+            SyntaxError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ) as error:  # code may be nested too deeply to be read
             raise Invalid(f"{name}: {error}", hint="the code is Python that defines a function") from None
 
 
