@@ -109,7 +109,7 @@ function garbage(why) {
 /** One request on one connection: {status, content, keep}; `lost` is set on an error when nothing had been answered. */
 function talk(link, head, body) {
   return new Promise((resolve, reject) => {
-    let pieces = [], size = 0, seen = null, done = false, broken = null;
+    let pieces = [], size = 0, seen = null, done = false, broken = null, waited = false, heard = 0;
     const seconds = layer.timeout;
     const end = (error, value) => {
       if (done) return;
@@ -137,7 +137,10 @@ function talk(link, head, body) {
           const start = /^http\/1\.\d (\d\d\d)/.exec(lines);
           if (!start) return end(garbage(`${short(lines.slice(0, 40))} is not how HTTP begins`));
           data = data.subarray(stop + 4);
-          if (start[1][0] === "1") continue; // 100 Continue
+          if (start[1][0] === "1") { // 100 Continue
+            if (lines.includes("\r\nwaits:")) waited = true; // the answer comes later
+            continue;
+          }
           const length = /\r\ncontent-length:[ \t]*(\d+)[ \t]*(\r\n|$)/.exec(lines);
           const status = Number(start[1]);
           if ((!length && status !== 204 && status !== 304) || lines.includes("\r\ntransfer-encoding:")) {
@@ -158,17 +161,24 @@ function talk(link, head, body) {
       if (seen || size) return end(garbage(seen ? `${seen.length - size} bytes are missing at its end` : "its head is cut short"));
       const error = new Unavailable(`the layer hung up without an answer: ${broken ? broken.message : "the connection is closed"}`);
       error.lost = true;
+      error.waited = waited;
       end(error);
     };
     link.on("data", (piece) => {
       pieces.push(piece);
       size += piece.length;
+      heard++;
       look();
     });
     link.on("error", (error) => (broken = error)); // it may have answered before it hung up; "close" comes next
     link.on("close", over);
     link.on("end", over);
-    if (seconds) link.setTimeout(seconds * 1000, () => end(new TimedOut(`the layer did not answer within ${seconds} s`)));
+    // A box that was frozen finds its time over and the answer there: that counts.
+    const late = () => {
+      const before = heard;
+      setTimeout(() => heard === before && end(new TimedOut(`the layer did not answer within ${seconds} s`)), 50);
+    };
+    if (seconds) link.setTimeout(seconds * 1000, late);
     if (body.length < 65536) link.write(Buffer.concat([Buffer.from(head, "latin1"), body]));
     else {
       link.write(head, "latin1");
@@ -198,6 +208,7 @@ function connect(where) {
 
 async function attempt(where, head, body, safe) {
   let link = idle.pop();
+  let tries = 0;
   for (;;) {
     if (link) {
       link.removeAllListeners();
@@ -212,9 +223,15 @@ async function attempt(where, head, body, safe) {
       }
       return answer;
     } catch (error) {
-      if (!error.lost || !safe) throw error;
-      safe = false;
+      if (!error.lost) throw error;
       link = null;
+      if ((error.waited || tries) && tries < 20) {
+        tries++; // whoever was to answer has ended: another goes on, and the same request gets the same answer
+        await new Promise((go) => setTimeout(go, 100 * tries));
+        continue;
+      }
+      if (!safe) throw error;
+      safe = false;
     }
   }
 }

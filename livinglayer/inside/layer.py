@@ -317,6 +317,7 @@ def _short(value: Any) -> str:
 
 
 _CONNECTIONS = 16  # at a time; further threads wait for one
+_TRIES = 20  # of a request whose answer comes later
 
 
 class _Place:
@@ -400,7 +401,9 @@ _here: _Place | None = None
 
 
 class _Lost(Exception):
-    """The other side hung up before it said a word."""
+    """The other side hung up before it answered."""
+
+    waited = False  # whether it had said that the answer comes later: then the same request gets the same answer
 
 
 def _ask(verb: str, body: Any, safe: bool = False) -> Any:
@@ -440,7 +443,7 @@ def _exchange(
 
 
 def _attempt(place: _Place, head: bytes, body: bytes | BinaryIO, size: int, safe: bool) -> tuple[int, bytes]:
-    link = place.take(sure=not safe)
+    link, tries = place.take(sure=not safe), 0
     while True:
         if link is None:
             link = place.connect()
@@ -448,6 +451,11 @@ def _attempt(place: _Place, head: bytes, body: bytes | BinaryIO, size: int, safe
             status, answer, kept = _talk(link, head, body, size)
         except _Lost as lost:
             link.close()
+            if (lost.waited or tries) and tries < _TRIES:  # whoever was to answer has ended: another goes on
+                link, tries = None, tries + 1
+                place.idle.clear()
+                _rest(0.1 * tries)
+                continue
             if safe:
                 link, safe = None, False
                 place.idle.clear()
@@ -465,7 +473,7 @@ def _attempt(place: _Place, head: bytes, body: bytes | BinaryIO, size: int, safe
 
 def _talk(link: _socket.socket, head: bytes, body: bytes | BinaryIO, size: int) -> tuple[int, bytes, bool]:
     """Send a request; the status, the content of the answer, and whether the connection may be used again."""
-    broken = None
+    broken, waited = None, False
     try:
         if not isinstance(body, bytes):
             link.sendall(head)
@@ -485,6 +493,7 @@ def _talk(link: _socket.socket, head: bytes, body: bytes | BinaryIO, size: int) 
         if end >= 0:
             if data[9:10] != b"1":
                 break
+            waited = waited or b"\r\nwaits:" in data[:end].lower()
             data = data[end + 4 :]  # 100 Continue
             continue
         if len(data) > 65536:
@@ -493,7 +502,9 @@ def _talk(link: _socket.socket, head: bytes, body: bytes | BinaryIO, size: int) 
         if not piece:
             if data:
                 _garbage("its head is cut short")
-            raise _Lost(broken or "the connection is closed")
+            lost = _Lost(broken or "the connection is closed")
+            lost.waited = waited
+            raise lost
         data += piece
     lines = data[:end].lower()
     try:
@@ -518,6 +529,13 @@ def _talk(link: _socket.socket, head: bytes, body: bytes | BinaryIO, size: int) 
             missing -= len(piece)
         content = b"".join(pieces)
     return status, content[:length], missing == 0 and broken is None and b"\r\nconnection: close" not in lines
+
+
+def _rest(seconds: float) -> None:
+    """Wait a little; the clock of functions is not this one's matter."""
+    import select
+
+    select.select([], [], [], seconds)
 
 
 def _receive(link: _socket.socket, most: int) -> bytes:

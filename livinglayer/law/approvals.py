@@ -366,7 +366,7 @@ class Asks:
             told = row["result"]["error"]
             raise _KINDS.get(told["code"], LayerError)(told["message"], hint=told["hint"])
         who = None if row["answered_by"] is None else self.layer._name_of(row["answered_by"])
-        said = {"refused": f"{who} has refused", "expired": "nobody has answered in time to"}.get(row["status"], "nobody is asked any more to")  # fmt: skip
+        said = {"refused": f"{who} has refused to", "expired": "nobody has answered in time to"}.get(row["status"], "nobody is asked any more to")  # fmt: skip
         why = f": {row['answer']}" if row["answer"] else ""
         raise Denied(
             f"{said} {row['action']} {row['resource']}{why}", hint="the same request gets the same answer",

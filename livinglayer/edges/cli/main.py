@@ -12,6 +12,7 @@ from typing import Any
 import livinglayer
 from livinglayer.edges.cli import (
     agents,
+    approvals,
     boxes,
     bundles,
     contracts,
@@ -76,6 +77,7 @@ def verbs(groups: dict[str, Any], name: str) -> Any:
         above, _, last = name.rpartition(" ")
         parts = (
             agents,
+            approvals,
             boxes,
             bundles,
             images,
