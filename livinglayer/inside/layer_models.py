@@ -114,12 +114,13 @@ class Model:
 
     def _attempt(self) -> Answer:
         self.counted = [0, 0]
+        body = json.dumps(self.body(), allow_nan=False).encode()
         late = threading.Event()
         watch = threading.Timer(self.idle * 10, self._too_late, (late,))  # a server that drips is never idle
         watch.daemon = True
         watch.start()
         try:
-            response = self._send(json.dumps(self.body(), allow_nan=False).encode())
+            response = self._send(body)
             if response.status != 200:
                 raise self._refusal(response)
             kind = (response.getheader("content-type") or "").lower()
@@ -137,8 +138,6 @@ class Model:
                 raise self._slow() from None
             if isinstance(error, (http.client.HTTPException, OSError)):
                 raise Trouble(BROKEN, f"the model's answer broke off: {_why(error)}", again=True) from None
-            if not isinstance(error, (LookupError, TypeError, ValueError, AttributeError, RecursionError)):
-                raise
             what = f"the model server does not answer as the {self.api} API does: {_why(error)}"
             raise Trouble(BROKEN, what, again=True) from None
         finally:
@@ -245,7 +244,10 @@ class Model:
             if problem and cut:
                 problem += "; the answer was cut at max_tokens, so say less at a time"
         if not isinstance(arguments, dict):
-            arguments, problem = {}, problem or f"the arguments are no JSON object: {_short(str(given).encode())}"
+            arguments, problem = (
+                {},
+                problem or f"the arguments are no JSON object: {_short(_clean(str(given)).encode())}",
+            )
         name = _clean(name) if isinstance(name, str) else ""
         if name not in known:
             problem = f"there is no tool {name[:100]!r}; there are: {', '.join(known) or 'none'}"
@@ -296,10 +298,10 @@ class Anthropic(Model):
     stops = {"max_tokens": "length", "model_context_window_exceeded": "length", "refusal": "refusal"}
 
     def headers(self) -> dict[str, str]:
-        return {"x-api-key": self.key, "anthropic-version": "2023-06-01"}
+        return {"anthropic-version": "2023-06-01", **({"x-api-key": self.key} if self.key else {})}
 
     def body(self) -> dict[str, Any]:
-        body = {"model": self.name, "max_tokens": self.given.get("max_tokens") or 8192, "stream": True}
+        body = {"model": self.name, "max_tokens": int(self.given.get("max_tokens") or 8192), "stream": True}
         if self.system:
             body["system"] = self.system
         if self.tools:
@@ -317,7 +319,7 @@ class Anthropic(Model):
             if kind == "message_start":
                 self.count(event["message"].get("usage"))
             elif kind == "content_block_start":
-                blocks[int(event["index"])] = dict(event["content_block"])
+                blocks[event["index"]] = dict(event["content_block"])
             elif kind == "content_block_delta":
                 field = grown.get(event["delta"]["type"])
                 if field and blocks[event["index"]]:
@@ -440,7 +442,7 @@ class OpenAI(Model):
         if self.asks_counts:
             body["stream_options"] = {"include_usage": True}
         if self.given.get("max_tokens"):
-            body[self.limit] = self.given["max_tokens"]
+            body[self.limit] = int(self.given["max_tokens"])
         if self.tools:
             body["tools"] = [
                 {
@@ -529,7 +531,7 @@ class OpenAI(Model):
         if text.strip() or calls:
             message = {"role": "assistant", "content": text or None}
             if spoken["reasoning_content"]:
-                message["reasoning_content"] = spoken["reasoning_content"]  # servers that send it want it back
+                message["reasoning_content"] = _clean(spoken["reasoning_content"])  # servers that send it want it back
             if calls:
                 message["tool_calls"] = [
                     {

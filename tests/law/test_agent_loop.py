@@ -5,8 +5,11 @@ What the law makes of its calls is tested with agents (test_agents.py); here it 
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -19,6 +22,7 @@ from typing import Any
 import pytest
 from law.models import APIS, KEY, model_of, scripted, texts
 
+from livinglayer.jobs import scripted_model
 from livinglayer.jobs.scripted_model import Api, Request, ScriptedModel
 from livinglayer.law.tools import BOX
 
@@ -64,6 +68,8 @@ class Channel:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 name = self.path.rpartition("/")[2]
                 channel.asked.append((name, body))
+                if name == "return" and len(json.dumps(body)) > 65536:
+                    return self.reply(429, {"error": {"code": "limit_exceeded", "message": "at most 65536 bytes"}})
                 self.reply(*(channel.answer(body) if name == "tool" else (200, {"ok": True})))
 
             def reply(self, status: int, value: Any) -> None:
@@ -478,6 +484,50 @@ def test_a_server_that_dies_or_never_was_is_an_end(api: Api) -> None:
     assert len(ran.channel.of("tool")) == 1
 
 
+def test_however_a_stream_is_broken_the_conversation_can_go_on(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any event may be lost, in another place or hold anything: then it is no answer, or one after which the next request is well-formed."""
+    monkeypatch.syspath_prepend(str(INSIDE))
+    models = importlib.import_module("layer_models")
+    chance = random.Random(5)
+    junk = [None, -1, "", [], {}, "x", 3.5, True, {"a": 1}, float("inf"), "\ud800"]
+
+    def broken(value: Any) -> Any:
+        if chance.random() < 0.1:
+            return chance.choice(junk)
+        if isinstance(value, dict):
+            return {key: broken(each) for key, each in value.items() if chance.random() > 0.05}
+        return [broken(each) for each in value] if isinstance(value, list) else value
+
+    step = {"number": 0, "text": "Well then", "calls": [("query", {"sql": "s"}), ("query", '{"a'), ("none", {})]}
+    answers = 0
+    for _ in range(1500):
+        model = models.MODELS[api](
+            {"model": "m", "url": "http://h", "max_tokens": 9}, "", TOOLS, lambda text: text + ""
+        )
+        model.tell("Begin.")
+        events = [event.decode().removeprefix("data: ") for event in scripted_model._events(api, "m", step)]
+        events = [event.partition("data: ")[2] or event for event in events]
+        sent = []
+        for event in events:
+            if chance.random() < 0.2 and "{" in event:
+                event = json.dumps(broken(json.loads(event)))
+            sent += [f"data: {event.strip()}\n\n".encode()] * (chance.random() > 0.03)
+        if chance.random() < 0.1:
+            chance.shuffle(sent)
+        try:
+            answer = model.taken(models.events(io.BufferedReader(io.BytesIO(b"".join(sent)))))  # type: ignore[arg-type]
+        except Exception:
+            continue  # whatever it is, the loop takes it for a broken answer and asks again
+        answers += 1
+        model.messages += [answer.message] if answer.message else []
+        model.give([(call, "fine", False) for call in answer.calls])
+        if not answer.calls:
+            model.tell("Go on.")
+        body = json.loads(json.dumps(model.body(), allow_nan=False))
+        scripted_model._check(api, body, {"x-api-key": KEY, "authorization": KEY, "anthropic-version": "x"}, None)
+    assert answers > 100
+
+
 # -- a layer that misbehaves ------------------------------------------------------------------------------------------
 
 
@@ -487,6 +537,14 @@ def test_a_layer_that_ended_the_execution_ends_the_loop(api: Api) -> None:
 
     with scripted([{"calls": [("query", {"sql": "select 1"})]}]) as model:
         run(model, api, over).failed(16, "the layer has ended this agent: this execution is over")
+
+
+def test_an_answer_that_the_layer_does_not_take_is_an_error(api: Api) -> None:
+    with scripted([{"calls": [("finish", {"answer": "x" * 100_000})]}]) as model:
+        ran = run(model, api)
+    assert ran.code == 6 and "the layer does not take the answer: at most 65536 bytes" in ran.printed
+    refused, told = ran.channel.of("return")
+    assert refused == {"value": "x" * 100_000} and told["error"]["code"] == "limit_exceeded"
 
 
 def test_a_layer_that_is_away_for_a_moment_is_not_the_end(api: Api) -> None:
