@@ -93,7 +93,10 @@ def step(run: Run, box: str, event: Mapping[str, Any], money: float) -> dict[str
         if data is None:
             lost.append(part)
         elif part == "request":
-            detail["model"] = detail["model"] or _asked_for(data)
+            asked = parsed(data)
+            detail["model"] = detail["model"] or str(asked.get("model") or "")[:200] or None
+            if prompt := last_words(asked.get("messages")):
+                detail["prompt"] = _short(prompt)
         else:
             said = wire.read(data).said()
             if "text" in said:
@@ -124,9 +127,23 @@ def _kept(run: Run, box: str, name: str, part: str) -> bytes | None:
     return vault.hide(run.read, found.replace(run.token.encode(), "…".encode()))
 
 
-def _asked_for(data: bytes) -> str | None:
-    found = parsed(data).get("model")
-    return found[:200] if isinstance(found, str) else None
+def last_words(messages: object) -> str:
+    """What people said since the model's last answer; results of tools are not theirs."""
+    found: list[str] = []
+    for message in reversed(messages) if isinstance(messages, list) else ():
+        if not isinstance(message, dict) or message.get("role") == "assistant":
+            break
+        if message.get("role") == "user":
+            said = message.get("content")
+            blocks = (
+                [said]
+                if isinstance(said, str)
+                else [b.get("text") for b in said if isinstance(b, dict)]
+                if isinstance(said, list)
+                else []
+            )
+            found = [*(one for one in blocks if isinstance(one, str)), *found]
+    return "\n".join(found)
 
 
 def parsed(data: bytes) -> dict[str, Any]:

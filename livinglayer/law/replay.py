@@ -105,13 +105,16 @@ class Record:
         found += [f"  {key:8} {value}" for key, value in known.items() if value is not None]
         start = self.steps[0].at if self.steps else None
         for step in self.steps:
+            since = 0.0 if start is None else (step.at - start).total_seconds() * 1000
+            if step.kind in SPOKEN:
+                found += spoken(step, since)
+                continue
             detail = dict(step.detail)
             took = detail.pop("ms", None)
             shown = ESSENTIAL.get(step.kind, ())
             rest = {key: value for key, value in detail.items() if key in shown and value is not None} or detail
             words = [f"{key}={_short(value)}" for key, value in rest.items() if key not in ("sql", "digest")]
             told = " ".join((*filter(None, (rest.get("sql"),)), *words))
-            since = 0.0 if start is None else (step.at - start).total_seconds() * 1000
             found.append(f"{step.n:5} {since:9.2f} ms  {step.kind:9} {told}" + (f"  ({took} ms)" if took else ""))
         outcome = row["result"] or {}
         if "error" in outcome:
@@ -119,6 +122,40 @@ class Record:
         elif "value" in outcome:
             found.append(f"  gave {_short(outcome['value'], 400)}")
         return found
+
+
+SPOKEN = ("model", "tool", "output", "answer")  # of an agent; people read what was said
+INDENT = " " * 30
+
+
+def spoken(step: Step, since: float) -> list[str]:
+    """A part of a conversation in lines: who said what, to whom."""
+    detail, took = step.detail, f"  ({step.detail['ms']} ms)" if step.detail.get("ms") else ""
+    said: list[tuple[str, str]] = []
+    if step.kind == "model":
+        money = f", {detail['money']:g} money" if detail.get("money") else ""
+        about = "" if not detail.get("estimated") else ", estimated"
+        head = (
+            f"{detail.get('model') or detail['api']}: {detail['input']} tokens in, {detail['output']} out{about}{money}"
+        )
+        head += f", {detail['stop']}" if detail.get("stop") else f", status {detail.get('status')}"
+        said = [("«", detail.get("prompt") or ""), ("»", detail.get("answer") or ""), ("✗", detail.get("error") or "")]
+        said += [
+            ("→", f"{call.get('name')} {_short(call.get('arguments', '…'), 400)}") for call in detail.get("calls") or ()
+        ]
+    elif step.kind == "tool":
+        head = f"{detail['name']} ({detail.get('where')}) {_short(detail.get('arguments', '…'), 200)}"
+        said = [("✗" if detail.get("error") else "←", _short(detail.get("result", "…"), 1000))]
+    elif step.kind == "answer":
+        head = _short(detail.get("value", detail.get("error")), 1000)
+    else:
+        head = f"{detail.get('stream')}, {detail.get('bytes') or detail.get('lost')} bytes"
+        said = [("│", detail.get("text") or "…")]
+    first, *rest = head.splitlines() or [""]
+    lines = [f"{step.n:5} {since:9.2f} ms  {step.kind:9} {first}{took}", *(f"{INDENT}{line}" for line in rest)]
+    for mark, text in said:
+        lines += [f"{INDENT}{mark if n == 0 else ' '} {line}" for n, line in enumerate(text.splitlines())]
+    return lines
 
 
 @dataclass(frozen=True)
