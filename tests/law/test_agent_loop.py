@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from law.models import APIS, KEY, model_of, scripted, texts
+from law.models import APIS, HOST, KEY, model_of, rule_of, scripted, texts
+from sandbox.homes import home
+from sandbox.registries import Trust
 
 from livinglayer.jobs import scripted_model
 from livinglayer.jobs.scripted_model import Api, Request, ScriptedModel
 from livinglayer.law.tools import BOX
+from livinglayer.sandbox.sandbox import Sandbox
 
 INSIDE = Path(__file__).parent.parent.parent / "livinglayer" / "inside"
 SQL = {"type": "object", "properties": {"sql": {"type": "string"}}, "required": ["sql"], "additionalProperties": False}
@@ -572,3 +575,33 @@ def test_without_its_secret_nothing_is_asked() -> None:
     with scripted([]) as model:
         given = model_of("openai", model.url, secret="NOT_THERE")
         run(model, "openai", model=given).failed(2, "the model's secret 'NOT_THERE' is not in the environment")
+
+
+# -- in a box ---------------------------------------------------------------------------------------------------------
+
+
+ASK = """
+import layer_models, sys
+model = layer_models.MODELS[sys.argv[1]]({"model": "m", "url": sys.argv[2], "secret": "MODEL_KEY", "max_tokens": 9}, "", [], print)
+model.tell("Begin.")
+try:
+    print(model.key, model.ask().text, model.used)
+except layer_models.Trouble as trouble:
+    print(trouble.code, trouble)
+"""
+
+
+def test_from_a_box_a_model_is_reached_over_tls_with_a_key_the_box_never_has(tmp_path: Path) -> None:
+    trust = Trust(tmp_path, HOST)
+    with home({"SSL_CERT_FILE": str(trust.ca)}), ScriptedModel(["Hello.", "Hello."], KEY, trust.context) as model:
+        rule = {**rule_of(model), "protocol": "https"}
+        with Sandbox.create(egress=[rule], secrets={"MODEL_KEY": KEY}) as box:
+            for api in APIS:
+                done = box.run(["python3", "-c", ASK, api, f"https://{HOST}"], timeout=60)
+                assert done.stdout.text.splitlines()[-1] == "LAYER_SECRET_MODEL_KEY Hello. [10, 5]", done.stderr.text
+        assert [request.refused for request in model.requests] == [None, None]
+        with Sandbox.create(egress=[{**rule, "path": "/elsewhere/*"}], secrets={"MODEL_KEY": KEY}) as box:
+            done = box.run(["python3", "-c", ASK, "openai", f"https://{HOST}"], timeout=60)
+            assert done.stdout.text == (
+                "3 the contract does not let this box reach the model: no egress rule allows POST https://model.test/v1/chat/completions\n"
+            )
