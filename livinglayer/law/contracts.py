@@ -181,8 +181,8 @@ def define(
         "secrets": secrets, "budget": budget, "approvals": approvals, "stops": stops, "artifacts": artifacts, "description": description,
         "model": model, "program": program, "instructions": instructions, "contracts": contracts, "decided": decided,
     }  # fmt: skip
-    check(call.layer, row, shaped, call.branch)
     check_agent(row)
+    check(call.layer, row, shaped, call.branch)
     return call.layer.upsert("contract", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
@@ -465,6 +465,8 @@ class Making:
         found = box.info()
         steps = [("box", {"id": box.id, "name": self.name, "tier": box.tier, "isolation": found["isolation"]})]
         steps += [("secret", {"name": name, "use": "injected"}) for name in self.values]
+        if origin := (self.agent or {}).get("from"):
+            steps.append(("fork", origin))
         if self.sliced:
             steps.append(
                 (
