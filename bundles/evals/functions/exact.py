@@ -5,7 +5,8 @@ import layer
 
 def exact(id):
     rows = layer.query(
-        "select x.id, x.answer, p.expected from score x join sample p on p.id = x.sample where x.run = :id order by x.id", id=id
+        "select x.id, x.answer, p.expected from score x join sample p on p.id = x.sample where x.run = :id order by x.id",
+        id=id,
     )
     points = 0
     for row in rows:
