@@ -158,7 +158,7 @@ class Run:
             self.refuse(name, error, given, body)
             raise
         if len(self.steps) > before:
-            self.steps[before][1]["ms"] = round((time.perf_counter() - start) * 1000, 2)
+            self.steps[before][1].setdefault("ms", round((time.perf_counter() - start) * 1000, 2))
         return answer
 
     def refuse(self, name: str, error: LayerError, given: Mapping[str, Any], body: bytes = b"") -> None:
