@@ -32,6 +32,7 @@ __all__ = [
     "Unavailable",
     "artifact",
     "call",
+    "delegate",
     "delete",
     "emit",
     "insert",
@@ -174,6 +175,11 @@ def upsert(entity: str, values: Values = None, /, *, on: Sequence[str], **fields
 def call(function: str, /, **arguments: Any) -> Any:
     """Run another function of the layer and return its result."""
     return _ask("/call", {"function": function, "arguments": arguments})["result"]
+
+
+def delegate(contract: str, task: str, /, *, slice: Any = None) -> dict[str, Any]:
+    """Have an agent of another contract do a task, within both contracts; how it ended, and its answer."""
+    return _ask("/delegate", {"contract": contract, "task": task, "slice": slice})
 
 
 def projection(name: str, /, **arguments: Any) -> list[dict[str, Any]]:

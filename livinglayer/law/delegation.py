@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from ..errors import Conflict, Denied, LayerError, LimitExceeded
@@ -14,7 +15,7 @@ from ..sandbox.blueprint import TIERS
 from ..sandbox.egress import rules
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
-from . import contracts
+from . import contracts, usage
 from . import secrets as vault
 from .contracts import Contract
 from .executions import Run
@@ -157,6 +158,23 @@ def children(layer: Any, number: int) -> list[tuple[int, dict[str, Any], tuple[s
     return [(id, said, _status(layer, id)) for id, said in found if _above(said) is not None]
 
 
+def spans(layer: Any, number: int) -> list[tuple[datetime, datetime | None]]:
+    """When those that an execution has delegated to began and ended."""
+    engine = layer.engine
+    at, begun, over = (
+        engine.schema_prefix,
+        engine.portable("x.started", "datetime"),
+        engine.portable("o.finished", "datetime"),
+    )
+    with engine.reading() as session:
+        rows = session.all(
+            f"select {begun}, {over} from {at}ledger_execution x left join {at}ledger_outcome o on o.execution = x.id"
+            " where x.parent = ? and x.kind = 'contract'",
+            (number,),
+        )
+    return [(datetime.fromisoformat(one), None if end is None else datetime.fromisoformat(end)) for one, end in rows]
+
+
 def spent(layer: Any, number: int) -> dict[str, float]:
     """What those that an execution has delegated to have used, of what adds up."""
     total: dict[str, float] = {}
@@ -205,25 +223,17 @@ def _begin(run: Run, contract: Contract, used: Mapping[str, float], name: str, t
     narrowed = within(replace(contract, reads=run.reads or {}, budget=left), child)
     asking = Asking(execution.principal, run.branch, execution.id, contract=contract.id, trace=execution.trace)
     permissions = contracts.decide(layer, execution.principal, child, run.branch)
+    usage.admit(layer, execution.principal, child.id, ("boxes",))
     made = _opened(layer, "agent.delegate", {"contract": name, "task": task}, asking)
     call = Call(layer, made, asking)
     try:
         above = {"parent": execution.id, "budget": narrowed.budget, "asked": asked}
         agent = {**agents.of(narrowed, task), "propose": False, "delegated": above}
-        told = agents.begin(
-            call,
-            narrowed,
-            agent,
-            permissions,
-            run.branch,
-            None,
-            slice=slice,
-            parent=execution.id,
-        )
+        told = agents.begin(call, narrowed, agent, permissions, run.branch, None, slice=slice, parent=execution.id)
     except LayerError as error:
-        layer._ledger.let_go(made) if made.id is None else layer._ledger.conclude(
-            made, "failed", {"error": {"code": error.code, "message": error.message}}
-        )
+        if made.id is not None:
+            layer._ledger.conclude(made, "failed", {"error": {"code": error.code, "message": error.message}})
+        layer._ledger.let_go(made)
         raise
     layer._ledger.conclude(made, "done", {"value": told["execution"]})
     return int(told["execution"])

@@ -41,11 +41,26 @@ ASKED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         "Call a function this execution may call; it is an execution of its own.",
         {"function": TEXT}, {"arguments": {"type": "object"}}, {"type": "object", "properties": {"result": ANY}},
     ),
+    "/delegate": (
+        "Have an agent of another contract do a task, where the box's own contract lets it; its end.",
+        {"contract": TEXT, "task": TEXT}, {"slice": {"type": "object"}},
+        {"type": "object", "properties": {"execution": NUMBER, "status": TEXT, "answer": ANY, "error": {"type": "object"}}},
+    ),
     "/projection": ("Rows of a named projection.", {"name": TEXT}, {"arguments": {"type": "object"}}, ROWS),
     "/secret": ("A secret that the blueprint says may be read.", {"name": TEXT}, {}, {"type": "object", "properties": {"value": TEXT}}),
     "/emit": ("Record an event as a step.", {"name": TEXT}, {"data": ANY}, OK),
     "/slice": ("Write the local slice again; its path.", {}, {}, {"type": "object", "properties": {"path": TEXT}}),
-    "/return": ("What a function gives, or its error; once.", {}, {"value": ANY, "error": {"type": "object"}, "tape": ANY}, OK),
+    "/tool": (
+        "Use a tool of an agent, as its model asked for it; a refusal is an answer too.",
+        {"name": TEXT}, {"id": TEXT, "arguments": {"type": "object"}},
+        {"type": "object", "properties": {"content": TEXT, "is_error": {"type": "boolean"}}},
+    ),
+    "/said": (
+        "Record a tool that an agent's program used in the box itself.",
+        {"tool": {"type": "object", "properties": {"id": TEXT, "name": TEXT, "arguments": ANY, "result": TEXT, "is_error": {"type": "boolean"},
+         "ms": {"type": "number"}}, "required": ["name"]}}, {}, OK,
+    ),
+    "/return": ("What a function or an agent gives, or its error; once.", {}, {"value": ANY, "error": {"type": "object"}, "tape": ANY}, OK),
 }  # fmt: skip
 
 
@@ -82,13 +97,12 @@ def document() -> dict[str, Any]:
             },
         }
     }
-    paths["/me"] = {
-        "get": {
-            "summary": "Who this execution is and what it may do.",
-            "operationId": "me",
-            "responses": {"200": _answer("it", ROW), **failures},
-        }
-    }
+    for name, summary in (
+        ("me", "Who this execution is and what it may do."),
+        ("agent", "What an agent is to do: task, instructions, model, tools, budget."),
+    ):
+        told = {"summary": summary, "operationId": name, "responses": {"200": _answer("it", ROW), **failures}}
+        paths[f"/{name}"] = {"get": told}
     return {
         "openapi": "3.0.3",
         "info": {

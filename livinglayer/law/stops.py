@@ -40,6 +40,7 @@ class Stops:
         said = [(name, most) for stop in stops for name, most in stop.items() if name != "query"]
         self.limits = ALWAYS | {name: min(most for each, most in said if each == name) for name, _ in said}
         self.counts = dict.fromkeys(COUNTED, 0)
+        self.over: LayerError | None = None  # why the box ends, once it does
         self._last: tuple[str, str] | None = None
 
     def asked(self, name: str, digest: str) -> None:
@@ -47,17 +48,16 @@ class Stops:
         again = self._last == (name, digest)
         self._last = (name, digest)
         self.counts["repeats"] = self.counts["repeats"] + 1 if again else 1
+        self._look()
 
     def refused(self, code: str) -> None:
         """A request that was refused."""
         self.counts["refusals"] += 1
         self.counts["denials"] += code == Denied.code
+        self._look()
 
-    @property
-    def over(self) -> LayerError | None:
-        """Why the box ends, if it does."""
+    def _look(self) -> None:
         for name, most in self.limits.items():
-            if self.counts[name] >= most:
-                said = f"asked the same {most} times in a row" if name == "repeats" else f"{most} {name}"
-                return LimitExceeded(f"stopped after {said}", hint="the contract's stops say when a box ends")
-        return None
+            if self.over is None and self.counts[name] >= most:
+                said = f"asking the same {most} times in a row" if name == "repeats" else f"{most} {name}"
+                self.over = LimitExceeded(f"stopped after {said}", hint="the contract's stops say when a box ends")

@@ -211,11 +211,13 @@ class Bound(Run):
         model, digest = self.agent["model"], self.agent.get("messages")
         if model is not None:
             model = {key: model.get(key) for key in ("api", "url", "model", "max_tokens", "timeout", "secret")}
-        kept = None if digest is None else self.layer.engine.get_blob(digest)
+        kept, redo = (
+            None if one is None else self.layer.engine.get_blob(one) for one in (digest, self.agent.get("redo"))
+        )
         return {
             "task": self.agent["task"], "instructions": self.contract.instructions, "model": model,
             "tools": [tool.told() for tool in self._tools().values()], "messages": None if kept is None else json.loads(kept),
-            "budget": self.budget(),
+            "redo": [] if redo is None else json.loads(redo), "budget": self.budget(),
         }  # fmt: skip
 
     def budget(self) -> list[dict[str, Any]]:
@@ -306,14 +308,11 @@ class Kept:
         detail, last, when = engine.portable("x.detail", "json"), 0, 0.0
         with engine.reading() as session:
             rows = session.all(
-                f"select x.n, {detail} from {at}ledger_step x where x.execution = ? order by x.n desc", (self.number,)
+                f"select x.n, {detail} from {at}ledger_step x where x.execution = ? order by x.n desc limit 1000",
+                (self.number,),
             )
-            for n, text in rows:
-                last = max(last, n)
-                found = json.loads(text)
-                if "at" in found:
-                    when = found["at"]
-                    break
+            for n, text in rows:  # in the order they began, so the last that ended may be any of these
+                last, when = max(last, n), max(when, json.loads(text).get("at") or 0.0)
             started = engine.portable("x.started", "datetime")
             began = session.one(f"select {started} from {at}ledger_execution x where x.id = ?", (self.number,))
         assert began is not None
@@ -367,12 +366,13 @@ class Kept:
         for row in rows:
             if row["status"] in ("pending", "approved"):
                 self.run.asks.settle(row)
-        if rows and not self.frozen and self.box.info()["state"] == "paused":
-            paused = max((event["at"] for event in self.box.trace() if event["event"] == "pause"), default=0.0)
-            self.frozen = any(
-                row["asked"].timestamp() - TICK < paused < (row["answered"] or datetime.now(UTC)).timestamp() + TICK
-                for row in rows
-            )
+        if self.frozen or self.box.info()["state"] != "paused":
+            return
+        paused = max((event["at"] for event in self.box.trace() if event["event"] == "pause"), default=0.0)
+        spans = [(row["asked"], row["answered"]) for row in rows] + delegation.spans(self.layer, self.number)
+        self.frozen = any(  # not by a person, who may have paused it too
+            begun.timestamp() - TICK < paused < (end or datetime.now(UTC)).timestamp() + TICK for begun, end in spans
+        )
 
     def _hold(self) -> None:
         """Keep the box frozen while it waits: its memory stays, its clocks of waiting stand still."""
