@@ -107,6 +107,9 @@ class Session(Protocol):
     def one(self, sql: str, params: Sequence[Any] = ()) -> tuple[Any, ...] | None: ...
     def run(self, sql: str, params: Sequence[Any] = ()) -> None: ...
     def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None: ...
+    def fill(self, table: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> None:
+        """Add many rows: `columns` are names and column types."""
+
     def rewrite(self, table: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> None:
         """Set columns (names and column types) of many rows: each is its new values, then its id."""
 

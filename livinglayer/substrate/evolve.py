@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 from ..errors import Conflict, Invalid
-from .engine import Engine, Session
+from .engine import Engine, Session, marks
 from .ledger import Tx, Work
 from .predicates import compile_predicate
 from .schema import SYSTEM, Entity, Field, check_entity_name, check_name, field_of, field_values, with_field
 from .tables import Row
 from .values import Stored, convert, convertible
+from .views import arm_count, arms, field_sql
 
 ENTITY, FIELD = SYSTEM.by_name["entity"], SYSTEM.by_name["field"]
 FIELDS = 500
@@ -249,7 +251,6 @@ def _change(tx: Tx, number: int, label: str, options: Mapping[str, Any], limit: 
         schema = with_field(tx.schema, entity, after)
         compile_predicate(row["rule"], schema, schema.by_id[number])
     tx.record(FIELD, tx._encoded(FIELD, {k: v for k, v in row.items() if k != "name"}, partial=True), f.id)
-    revalidate(tx, entity, tx.schema.by_id[number])
 
 
 def _stricter(before: Field | None, after: Field) -> bool:
@@ -267,20 +268,51 @@ def revalidate(tx: Tx, before: Entity, after: Entity) -> None:
     """Rows that are there must meet what is newly asked of them; costs nothing when nothing is."""
     stricter = [f for f in after.fields if _stricter(before.by_id.get(f.id), f)]
     known = {tuple(f.id for f in fields) for fields in before.unique_sets}
-    unique = {f.name for fields in after.unique_sets if tuple(f.id for f in fields) not in known for f in fields}
-    if not stricter and not unique:
+    unique = [fields for fields in after.unique_sets if tuple(f.id for f in fields) not in known]
+    for f in stricter:
+        _filled(tx, after, f)
+    if any(f.rule for f in stricter):
+        table = tx.work.table(after)
+        for number, row in table.scan(tx.session, tx.chain):
+            if tx._in_slice(after, table, number, row.values):
+                tx._constrain(after, table, number, list(row.values), set())
+    for fields in unique:
+        _differs(tx, after, fields)
+
+
+def _filled(tx: Tx, entity: Entity, f: Field) -> None:
+    """No row lacks a value, or has one that would not be allowed any more."""
+    column = field_sql(tx.engine, f, tx.engine.portable)
+    bad = [f"{column} is null"] if f.required else []
+    if f.type in ("enum", "state"):
+        bad.append(f"{column} not in ({marks(len(f.values))})")
+    if not bad:
         return
-    table = tx.work.table(after)
-    for row_id, row in table.scan(tx.session, tx.chain):
-        if not tx._in_slice(after, table, row_id, row.values):
+    params = sorted(f.values) if f.type in ("enum", "state") else []
+    sql = arms(tx.engine, entity.store, tx.chain, [column], where=f" and ({' or '.join(bad)})")
+    for number, value in tx.session.all(sql, params * arm_count(tx.chain)):
+        if tx._exists(entity.name, number):
+            if value is None:
+                raise Conflict(f"{entity.name}/{number} has no {f.name}", hint="fill it before requiring it")
+            raise Conflict(f"{entity.name}/{number}.{f.name} is {value!r}, which would not be allowed any more")
+
+
+def _differs(tx: Tx, entity: Entity, fields: Sequence[Field]) -> None:
+    """No two rows have the same values in these fields."""
+    seen: dict[tuple[Any, ...], int] = {}
+    columns = [field_sql(tx.engine, f, tx.engine.portable) for f in fields]
+    for number, *values in tx.session.all(arms(tx.engine, entity.store, tx.chain, columns)):
+        if None in values or (tx.slices and not tx._exists(entity.name, number)):
             continue
-        for f in stricter:
-            value = table.value(f, row.values)
-            if f.required and value is None:
-                raise Conflict(f"{after.name}/{row_id} has no {f.name}", hint="fill it before requiring it")
-            if value is not None and f.type in ("enum", "state") and value not in f.values:
-                raise Conflict(f"{after.name}/{row_id}.{f.name} is {value!r}, which would not be allowed any more")
-        tx._constrain(after, table, row_id, list(row.values), unique)
+        key = tuple(Decimal(str(v)) if f.type == "decimal" else v for f, v in zip(fields, values, strict=True))
+        other = seen.setdefault(key, number)
+        if other != number:
+            shown = ", ".join(f"{f.name} {v!r}" for f, v in zip(fields, values, strict=True))
+            first, last = sorted((other, number))
+            raise Conflict(
+                f"{entity.name} with {shown} is there already: {entity.name}/{first} and {last}",
+                hint="make them differ first",
+            )
 
 
 def backfill(tx: Tx, name: str, label: str) -> tuple[int, int]:

@@ -50,6 +50,8 @@ VERBS = {
 }
 
 
+MANY = 200  # changes of a tx that are sent together
+
 _Denial = tuple[Stored, ...]  # columns of ledger_decision after its id
 _DENIALS = 1000  # kept until a tx records them
 _CALL = tuple(name for name, _ in LEDGER["ledger_call"][0][1:-1])  # without execution and tx
@@ -225,6 +227,7 @@ class Tx:
             raise Denied(f"execution is scoped to branch {execution.scope.branch!r}, not {self.name!r}")
         self.policy: Policy = work.catalog.policy(work.session, execution.deciding, work.version)
         self.changes: dict[tuple[int, int], tuple[str, bytes]] = {}
+        self.rewritten: dict[tuple[int, int], tuple[Table, list[Stored]]] = {}  # of which the image is not made yet
         self.touched: dict[tuple[str, int], set[str]] = {}  # entity name and id: fields set, for the checks at the end
         self.before: dict[tuple[int, int], Row | None] | None = None  # rows as they were, where somebody looks at them
         self.facts: list[tuple[str, list[Stored]]] = []
@@ -588,7 +591,8 @@ class Tx:
             for number, values in whole:
                 before = self.changes.get((entity.id, number))
                 op = "i" if before is not None and before[0] == "i" else "u"
-                self.changes[entity.id, number] = (op, table.image(values))
+                self.changes[entity.id, number] = (op, GONE)
+                self.rewritten[entity.id, number] = (table, values)
             done += len(part)
         return done
 
@@ -852,6 +856,8 @@ class Tx:
             self.reason,
             self.merged_from,
         )
+        for key, (table, values) in self.rewritten.items():
+            self.changes[key] = (self.changes[key][0], table.image(values))
         changes = sorted((e, i, op, img) for (e, i), (op, img) in self.changes.items())
         digest = tx_hash(clock.hash, own, changes, facts_digest(self.facts))
         prefix, native = self.engine.schema_prefix, self.engine.native("datetime", at)
@@ -863,6 +869,9 @@ class Tx:
         sql = f"insert into {prefix}ledger_change values (?, ?, ?, ?, ?, ?)"
         if len(rows) == 1:
             self.session.run(sql, rows[0])
+        elif len(rows) > MANY:
+            columns = [(name, self.engine.column(kind)) for name, kind in LEDGER["ledger_change"][0]]
+            self.session.fill(f"{prefix}ledger_change", columns, rows)
         elif rows:
             self.session.many(sql, rows)
         clock.tx, clock.at, clock.hash = self.number, at, digest

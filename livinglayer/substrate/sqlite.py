@@ -26,7 +26,7 @@ import apsw
 
 from ..errors import Corrupt, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from ..settings import Settings
-from .engine import LEDGER, PASSING, SWEEP_SECONDS, Lease, Session, Stale
+from .engine import LEDGER, PASSING, SWEEP_SECONDS, Lease, Session, Stale, marks
 from .narrow import Narrow
 from .reads import Answer, Source, as_dicts, shaped
 from .values import DECIMAL_DIGITS, convert, decimal_text, parameter
@@ -202,6 +202,10 @@ class SqliteSession:
 
     def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         self.connection.executemany(sql, rows)
+
+    def fill(self, table: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> None:
+        names = ", ".join(name for name, _ in columns)
+        self.connection.executemany(f"insert into {table}({names}) values ({marks(len(columns))})", rows)
 
     def rewrite(self, table: str, columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[Any]]) -> None:
         sets = ", ".join(f"{name} = ?" for name, _ in columns)

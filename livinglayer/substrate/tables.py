@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from .chain import image
@@ -14,6 +15,7 @@ from .values import Stored, convert
 from .views import Chain, arm_count, arms
 
 CHUNK = 500  # rows read with one statement
+SCANNED = 2000  # rows of a scan that are held at once
 
 
 @dataclass(slots=True)
@@ -77,8 +79,13 @@ class Table:
     def scan(self, session: Session, chain: Chain, where: str = "") -> Iterator[tuple[int, Row]]:
         """All rows as a chain sees them, by id, in pieces: who reads may change those it has got."""
         numbers = sorted(row[0] for row in session.all(arms(self.engine, self.store, chain, [], where=where)))
-        for start in range(0, len(numbers), CHUNK):
-            yield from sorted(self.get_many(session, chain, numbers[start : start + CHUNK]).items())
+        sql = arms(
+            self.engine, self.store, chain, self.portable, version=True, where=f" and x.id >= ? and x.id <= ?{where}"
+        )
+        for start in range(0, len(numbers), SCANNED):
+            part = numbers[start : start + SCANNED]
+            for row in sorted(session.all(sql, (part[0], part[-1]) * arm_count(chain)), key=itemgetter(0)):
+                yield row[0], Row(row[-1], list(row[1:-1]))
 
     # Writing
 
@@ -128,7 +135,12 @@ class Table:
         ):
             if numbers:
                 session.run(f"{sql} and branch = {branch} and id in ({', '.join(map(str, numbers))})")
-        session.many(self._put(), [[branch, number, tx, LIVE, 0, *self.natives(values)] for number, values in rows])
+        fixed = [(name, self.engine.column("int")) for name in ("branch", "id", "tx_from", "tx_to", "del")]
+        session.fill(
+            f"{at}{store}__d",
+            [*fixed, *((name, self.engine.column(kind)) for name, kind in self.columns)],
+            [(branch, number, tx, LIVE, 0, *self.natives(values)) for number, values in rows],
+        )
 
     def delete(self, session: Session, number: int, tx: int) -> None:
         session.run(
