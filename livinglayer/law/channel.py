@@ -187,6 +187,7 @@ class Channel:
         self.executions: dict[str, Asked] = {}  # by token; an ended one is taken out
         self._connections: dict[int, Connection] = {}
         self.asking: Connection | None = None  # whose request is being answered
+        self.stranger: Callable[[Denied], Any] = lambda error: None  # is told of a token that is not of this box
         self.poll = select.poll()
         self.poll.register(listener, select.POLLIN)
 
@@ -202,7 +203,11 @@ class Channel:
             None,
         )
         if asked is None:
-            raise Denied("this execution is over, or never was", hint="LAYER_URL holds for one execution")
+            error = Denied(
+                "this execution is over, or never was", hint="LAYER_URL holds for one execution", resource="LAYER_URL"
+            )
+            self.stranger(error)
+            raise error
         name, _, rest = path.partition("/")
         given: dict[str, Any] = {}
         if query:

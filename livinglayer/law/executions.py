@@ -147,7 +147,9 @@ class Run:
 
             return document()
         if act is None:
-            raise not_found(name)
+            error = not_found(name)
+            self.refuse(name, error, given, body)
+            raise error
         start = time.perf_counter()
         before = len(self.steps)
         try:

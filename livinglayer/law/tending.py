@@ -44,6 +44,7 @@ KINDS = {
     "file": "file",
     "limit": "limit",
 }
+STRANGERS = 100  # uses of a wrong token that are recorded
 ANSWER = 64 << 10  # bytes of what an agent returns
 PASSING = ("/run/", "/tmp/", "/var/tmp/", "/dev/")  # what is there is nobody's work
 log = logging.getLogger("livinglayer")
@@ -284,6 +285,7 @@ class Kept:
             for _, detail in recorded(self.run, ("refusal",)):
                 self.run.stops.refused(detail["code"])
         self.frozen, self._held = False, 0.0  # whether its box waits, and when that was last looked at
+        self.strangers = 0
         self.stopped: str | None = None  # the query that was waited for
         self.offset, self.ended, self.untold = 0, False, list[dict[str, Any]]()
         self.cpu, self.memory, self.sent, self.received, self._cpu_now = 0.0, 0.0, 0, 0, 0.0
@@ -413,6 +415,13 @@ class Kept:
         self.stale = False
         self.channel = Channel(listener, lambda error: log.exception("channel of %s", self.id, exc_info=error))
         self.channel.executions[self.run.token] = self.run
+        self.channel.stranger = self._stranger
+
+    def _stranger(self, error: Denied) -> None:
+        """Record that the box used a token that is not its own; a program that was forked while it ran may go on and on."""
+        self.strangers += 1
+        if self.strangers <= STRANGERS:
+            Run.refuse(self.run, "token", error, {})
 
     def _hang_up(self) -> None:
         channel, self.channel = self.channel, None

@@ -134,10 +134,11 @@ def test_within_only_narrows(office: Layer) -> None:
     assert both.approvals == (other, rule) and both.stops == ({"denials": 3},)
     assert both.egress == ({"host": "x.test", "action": "deny"}, "a.test")
     assert delegation.within(replace(head, scope={"ticket": {"actions": ["delete"]}}), hand).scope == {}
-    for wider in (
+    more: list[dict[str, Any]] = [
         {"reads": {"salary": {}}}, {"scope": {"salary": {}}}, {"functions": ("ticket.other",)}, {"egress": ("a.test",)},
         {"secrets": ("KEY",)}, {"blueprint": {"mounts": [{"source": "/etc", "target": "/mnt"}]}},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for wider in more:
         with pytest.raises(Denied, match="can't delegate to 'hand'"):
             delegation.within(head, replace(hand, **wider))
 
