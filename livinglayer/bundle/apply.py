@@ -411,13 +411,14 @@ def _grouped(items: Mapping[Key, int]) -> dict[str, dict[str, int]]:
 def _erase(tx: Tx, found: Found, gone: list[Key], owned: Mapping[Key, int]) -> None:
     """Take definitions away, what refers to others first."""
     children = [key for key in gone if key[0] == "component"]
+    entities: list[str] = []
     for key in sorted(gone, key=lambda key: (-KINDS.index(key[0]), key not in children)):
         kind, name = key
         number = found.id(key, owned.get(key))
         if number is None:
             continue
         if kind == "entity":
-            evolve.drop(tx, name)
+            entities.append(name)
         elif kind == "field":
             entity, _, label = name.partition(".")
             evolve.alter(tx, entity, {}, {}, {}, (label,), {}, None, None)
@@ -429,6 +430,23 @@ def _erase(tx: Tx, found: Found, gone: list[Key], owned: Mapping[Key, int]) -> N
             _component(tx, number)
         else:
             tx.delete(kind, number)
+    _drop(tx, entities)
+
+
+def _drop(tx: Tx, entities: list[str]) -> None:
+    """Drop entities, those that no other refers to first; of a ring a reference goes before."""
+    while entities:
+        refer = {
+            name: [
+                (e.name, f.name) for e, f in tx.schema.referring.get(name, ()) if e.name in entities and e.name != name
+            ]
+            for name in entities
+        }
+        free = min(entities, key=lambda name: len(refer[name]))
+        for entity, label in refer[free]:
+            evolve.alter(tx, entity, {}, {}, {}, (label,), {}, None, None)
+        evolve.drop(tx, free)
+        entities.remove(free)
 
 
 def _component(tx: Tx, number: int) -> None:

@@ -211,14 +211,30 @@ def review(layer: Any, approval: int, principal: str | None = None) -> dict[str,
     rows, policy = _sorted(changes)
     with layer.engine.reading() as session:
         moved = row["status"] == "pending" and head(layer, session, layer._catalog.branch(session, name)) != asked["tx"]
-    steps = "select kind, detail from step where execution = :id and kind in ('file', 'artifact') order by n"
-    found = layer.query(steps, {"id": row["execution"]}, principal=principal)
+    found = _kept(layer, row, principal)
     return {
         "approval": approval, "status": row["status"], "execution": row["execution"], "contract": row["contract"], "branch": name,
         "rows": rows[:SHOWN], "counts": asked["rows"], "policy": policy[:SHOWN],
         "files": [step["detail"] for step in found if step["kind"] == "file"][:SHOWN],
         "artifacts": [step["detail"] for step in found if step["kind"] == "artifact"][:SHOWN], "moved": moved,
     }  # fmt: skip
+
+
+def _kept(layer: Any, row: Mapping[str, Any], principal: str | None) -> list[dict[str, Any]]:
+    """Files and artifacts of what is proposed, for whoever may approve it or read steps anyway."""
+    engine, resource = layer.engine, f"contract:{row['contract']}"
+    with engine.reading() as session:
+        policy = layer._catalog.policy(session, layer._acting(principal), clock(engine, session)[1])
+        if policy.outright("approve", resource, "main")[0]:
+            rows = session.all(
+                f"select x.kind, {engine.portable('x.detail', 'json')} from {engine.schema_prefix}ledger_step x"
+                " where x.execution = ? and x.kind in ('file', 'artifact') order by x.n",
+                (row["execution"],),
+            )
+            return [{"kind": kind, "detail": json.loads(text)} for kind, text in rows]
+    steps = "select kind, detail from step where execution = :id and kind in ('file', 'artifact') order by n"
+    found: list[dict[str, Any]] = layer.query(steps, {"id": row["execution"]}, principal=principal)
+    return found
 
 
 def proposal(layer: Any, word: str | int) -> int:

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from sandbox.hosts import wait_until
 
 from livinglayer import Layer
 from livinglayer.errors import Invalid, LayerError, NotFound
-from livinglayer.law import tending
 from livinglayer.law.functions import Raised
 from livinglayer.sandbox.sandbox import Sandbox
 
@@ -449,23 +448,17 @@ def test_what_else_may_be_done(desk: Desk) -> None:
 
 
 @pytest.fixture
-def agent(desk: Desk) -> Iterator[Callable[[str], Any]]:
-    """`agent(branch)`: a box of the contract, as triage-bot, which this process answers for."""
-    layer = desk.layer
-    [contract] = layer.query("select id from contract")
-    layer.update(
-        "contract", contract["id"], {"stops": None}
-    )  # the tables have more refusals than an agent gets away with
-    tending.of(layer).look()
+def agent(desk: Desk, tended: None) -> Callable[[str], Any]:
+    """`agent(branch)`: a box of the contract, as triage-bot."""
+    [contract] = desk.layer.query("select id from contract")
+    # The tables have more refusals than an agent gets away with.
+    desk.layer.update("contract", contract["id"], {"stops": None})
 
     def make(branch: str) -> Any:
-        told = layer.call("box.create", contract="triage-agent", principal="triage-bot", branch=branch)
+        told = desk.layer.call("box.create", contract="triage-agent", principal="triage-bot", branch=branch)
         return Sandbox.connect(told["id"])
 
-    yield make
-    for box in Sandbox.list(labels={"layer": layer.id}):
-        box.kill()
-    tending.of(layer).close()
+    return make
 
 
 def said(box: Any, code: str) -> Any:
