@@ -22,10 +22,13 @@ from typing import Any
 import pytest
 from law.models import APIS, HOST, KEY, model_of, rule_of, scripted, texts
 from sandbox.homes import home
+from sandbox.hosts import wait_until
 from sandbox.registries import Trust
 
+from livinglayer import Layer
 from livinglayer.jobs import scripted_model
 from livinglayer.jobs.scripted_model import Api, Request, ScriptedModel
+from livinglayer.law import tending
 from livinglayer.law.tools import BOX
 from livinglayer.sandbox.sandbox import Sandbox
 
@@ -605,3 +608,59 @@ def test_from_a_box_a_model_is_reached_over_tls_with_a_key_the_box_never_has(tmp
             assert done.stdout.text == (
                 "3 the contract does not let this box reach the model: no egress rule allows POST https://model.test/v1/chat/completions\n"
             )
+
+
+@pytest.fixture
+def office(desk: Layer) -> Iterator[Layer]:
+    """A help desk whose agents this process looks after."""
+    desk.insert("ticket", {"title": "a wheel is loose", "priority": 1})
+    desk.call("secret.set", name="MODEL_KEY", value=KEY)
+    tending.of(desk).look()
+    yield desk
+    for box in Sandbox.list(labels={"layer": desk.id}):
+        box.kill()
+    tending.of(desk).close()
+
+
+def work(layer: Layer, model: ScriptedModel, api: Api, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """How an agent of this model ends, and its steps."""
+    layer.call(
+        "blueprint.define", name="asking", limits={"memory": "192M"}, egress=[rule_of(model)], secrets=["MODEL_KEY"],
+        environment={"LAYER_AGENT_PAUSE": "0.01"},
+    )  # fmt: skip
+    layer.call(
+        "contract.define", name="clerk", blueprint="asking", model=model_of(api, timeout=1), reads={"ticket": {}},
+        scope={"ticket": {"actions": ["update"], "fields": ["priority"]}}, **more,
+    )  # fmt: skip
+    told = layer.call("agent.run", contract="clerk", task="Look after ticket 1.")
+    sql = "select status, result from execution where id = :id"
+    wait_until(lambda: layer.query(sql, {"id": told["execution"]})[0]["status"] != "running", "it is over", 60)
+    steps = layer.query("select kind, detail from step where execution = :id order by n", {"id": told["execution"]})
+    return {**layer.query(sql, {"id": told["execution"]})[0], "branch": told["branch"]}, steps
+
+
+ENDS: dict[str, tuple[Api, list[Any], int, str]] = {
+    "hangs": ("anthropic", [{"hang": 60}] * 6, 9, "said nothing for 1 s"),
+    "garbage": ("openai", [{"garbage": "<html>"}] * 6, 12, "does not answer as the openai API does"),
+    "limits": ("anthropic", [{"status": 429, "retry_after": 0}] * 6, 11, "limits the rate"),
+    "dies": ("openai", [{"die": True}], 8, "the model server failed with 502"),
+    "malformed": ("anthropic", [{"calls": [("update_ticket", '{"id": ')]}] * 5, 13, "no call that can be made"),
+    "loops": ("openai", [{"calls": [("delete_ticket", {"id": 1})]}] * 5, 13, "there is no tool 'delete_ticket'"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_an_agent_whose_model_fails_is_recorded_with_what_it_did(office: Layer, how: str) -> None:
+    api, script, code, sentence = ENDS[how]
+    [ticket] = office.query("select id from ticket")
+    with scripted([{"calls": [("update_ticket", {**ticket, "priority": 9})]}, *script]) as model:
+        ended, steps = work(office, model, api)
+    assert ended["status"] == "failed" and sentence in ended["result"]["error"]["message"], ended
+    assert [step["detail"]["exit_code"] for step in steps if step["kind"] == "exit"] == [code]
+    printed = "".join(step["detail"].get("text", "") for step in steps if step["kind"] == "output")
+    assert f'→ update_ticket {{"id":{ticket["id"]},"priority":9}}\n← ' in printed and sentence in printed
+    assert office.query("select priority from ticket", branch=ended["branch"]) == [{"priority": 9}]
+    assert office.query("select priority from ticket") == [{"priority": 1}]
+    refused = [step["detail"]["do"] for step in steps if step["kind"] == "refusal"]
+    assert refused == (["tool"] * 5 if code == 13 else [])
+    assert office.verify().ok
