@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 from typing import Any, Callable, NoReturn
 
@@ -251,7 +253,8 @@ def say(text: str) -> None:
 
 
 def shell(command: str, timeout: float = SECONDS, **_: Any) -> tuple[str, bool]:
-    """Run a command of sh, with what it prints on both outputs; what it started is ended with it when the time is up."""
+    """Run a command of sh, with what it prints on both outputs; when the time is up it is killed, with what it started."""
+    timeout = min(max(timeout, 0), 86400)
     process = subprocess.Popen(
         ["/bin/sh", "-c", command],
         stdin=subprocess.DEVNULL,
@@ -259,80 +262,57 @@ def shell(command: str, timeout: float = SECONDS, **_: Any) -> tuple[str, bool]:
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    assert process.stdout is not None
-    os.set_blocking(process.stdout.fileno(), False)
-    head, tail, size = b"", b"", 0
-    deadline, late = time.monotonic() + timeout, False
-    while True:
-        over = process.poll() is not None  # looked at before the last reading, so that nothing is missed
-        try:
-            piece = os.read(process.stdout.fileno(), 65536)
-        except BlockingIOError:
-            if over:
-                break  # what it left behind may go on, and hold the pipe
-            if time.monotonic() > deadline:
-                late = True
-                break
-            _wait(process.stdout.fileno(), min(0.1, max(0.0, deadline - time.monotonic())))
-            continue
-        if not piece and over:
-            break
-        if not piece:
-            _sleep(process, min(0.1, max(0.0, deadline - time.monotonic())))
-        size += len(piece)
-        if len(head) < RESULT // 2:
-            room = RESULT // 2 - len(head)
-            head, piece = head + piece[:room], piece[room:]
-        tail = (tail + piece)[-RESULT // 2 :]
-        if time.monotonic() > deadline:
-            late = True
-            break
-    if late:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except OSError:
-            pass
+    printed = Printed(process.stdout)
+    late = False
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        late = True
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    process.stdout.close()
-    lost = size - len(head) - len(tail)
-    note = b"\n[... %d bytes left out ...]\n" % lost if lost else b""
-    text = (head + note + tail).decode("utf-8", "replace")
+    printed.join(0.5)  # what it left running in the background may hold the pipe, and goes on to be heard
+    text = printed.text()
     if late:
         return f"{text}\n[killed after {timeout:g} s]".lstrip("\n"), True
     code = process.returncode
-    return ("{}\n[exit code {}]".format(text.rstrip("\n"), code).lstrip("\n") if code else text), False
+    return f"{text}\n[exit code {code}]".lstrip("\n") if code else text, False
 
 
-def _wait(descriptor: int, seconds: float) -> None:
-    import select
+class Printed(threading.Thread):
+    """The beginning and the end of what is printed into a pipe."""
 
-    select.select([descriptor], [], [], seconds)
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(daemon=True)
+        self.pipe, self.size, self.head, self.tail = pipe, 0, b"", b""
+        self.start()
 
+    def run(self) -> None:
+        for piece in iter(lambda: self.pipe.read1(65536), b""):
+            room = max(0, RESULT // 2 - len(self.head))
+            self.size += len(piece)
+            self.head, self.tail = self.head + piece[:room], (self.tail + piece[room:])[-RESULT // 2 :]
 
-def _sleep(process: Any, seconds: float) -> None:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        pass
+    def text(self) -> str:
+        lost = self.size - len(self.head) - len(self.tail)
+        note = b"\n[... %d bytes left out ...]\n" % lost if lost > 0 else b""
+        return (self.head + note + self.tail).decode("utf-8", "replace")
 
 
 def read_file(path: str, offset: int = 0, limit: int = 0, **_: Any) -> tuple[str, bool]:
     """A file as text, or `limit` lines of it after the first `offset`."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        return f"{path!r} is not a file", True
+    lines: list[str] = []
+    size = 0
     with open(path, encoding="utf-8", errors="replace") as file:
-        if not offset and not limit:
-            text = file.read(RESULT + 1)
-            return (
-                (text, False)
-                if len(text) <= RESULT
-                else (text[:RESULT] + "\n[the file goes on: read with offset]", False)
-            )
-        lines: list[str] = []
-        size = 0
-        for number, line in enumerate(file):
-            if number >= offset:
-                lines.append(line)
-                size += len(line)
-            if (limit and len(lines) >= limit) or size > RESULT:
+        for number, line in enumerate(iter(lambda: file.readline(RESULT), "")):  # a line may be as long as the disk
+            if number < offset:
+                continue
+            if size + len(line) > RESULT:
+                return "".join(lines) + line[: RESULT - size] + f"\n[cut in line {number}: read on with offset]", False
+            lines.append(line)
+            size += len(line)
+            if len(lines) == limit:
                 break
     return "".join(lines), False
 
