@@ -1,6 +1,6 @@
 # `make up` shows the layer working, `make test` proves it; `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check format bench torture clean
+.PHONY: help setup up down test check format bench torture clean
 
 PYTHON := .venv/bin/python
 WORKERS ?= 2
@@ -15,8 +15,11 @@ setup:  ## install what is missing (Debian packages, .venv/); quick when nothing
 test check torture: NEEDS := test
 bench: NEEDS := test bench
 
-up: setup  ## make a demo layer in demo/ and say what to do with it
-	@$(PYTHON) tools/demo.py demo
+up: setup  ## a layer in demo/ with a help desk in it, and a worker; says what to do next
+	@$(PYTHON) tools/up.py demo
+
+down:  ## stop the worker that `make up` has started
+	@$(PYTHON) tools/up.py down demo
 
 test: setup  ## run every test on both engines; ARGS="-k fork" narrows it
 	@$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
@@ -41,5 +44,5 @@ bench: setup  ## measure both engines against a plain table and DoltLite, then b
 torture: setup  ## kill -9, concurrency and fuzzing campaigns; takes minutes to hours
 	@$(PYTHON) -m pytest -m torture $(ARGS)
 
-clean:  ## remove .venv/, caches and the demo
+clean: $(if $(wildcard demo/worker.pid),down)  ## remove .venv/, caches and the demo
 	@rm -rf .venv .setup.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info demo

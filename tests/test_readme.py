@@ -6,15 +6,17 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sandbox.hosts import Host, wait_until
 
+import livinglayer
 from livinglayer.edges.cli.commands import COMMANDS
 from livinglayer.edges.cli.main import parser
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-DEMO = (Path(__file__).parent.parent / "tools" / "demo.py").read_text()
+UP = Path(__file__).parent.parent / "tools" / "up.py"
 
 
 LAYER, FUNCTION, BOX = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -61,33 +63,37 @@ def test_the_example_of_a_box_runs(host: Host, capsys: pytest.CaptureFixture[str
 
 
 @needs_root
-def test_the_demo_shows_a_box(
+def test_make_up_leaves_a_help_desk_that_is_looked_after(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    demo = {"__name__": "demo"}
-    exec(compile(DEMO, "demo.py", "exec"), demo)
-    assert demo["main"]("shop") == 0  # type: ignore[operator]
-    shown = capsys.readouterr().out
-    assert "A box:" in shown and "shares the host's kernel" in shown and "three forks" in shown
-    assert "A function: item.reorder ran" in shown and "item.reorder" in shown.partition("A function:")[2]
+    up: dict[str, Any] = {"__name__": "up", "__file__": str(UP)}
+    exec(compile(UP.read_text(), "up.py", "exec"), up)
+    home = Path("desk")
+    try:
+        assert up["main"](home) == 0
+        first = capsys.readouterr().out
+        assert "Made a layer in desk; applied helpdesk: " in first and "The worker has triaged every ticket" in first
+        worker = up["worker_of"](home)
+        assert worker is not None and f"Worker {worker} looks after it" in first
+        with livinglayer.open(home) as layer:  # and it goes on doing so
+            cara = layer.query("select id from customer where email = 'cara@example.com'")[0]["id"]
+            made = layer.insert("ticket", {"title": "The app is slow", "customer": cara}, principal="cara")
+            state = lambda: layer.query("select status from ticket where id = :id", {"id": made})[0]["status"]  # noqa: E731
+            wait_until(lambda: state() == "triaged", "triage of a new ticket")
+        assert up["main"](home) == 0  # again: nothing is changed, and there is still one worker
+        again = capsys.readouterr().out
+        assert "There was already a layer in desk; applied helpdesk: nothing had to be changed." in again
+        assert up["worker_of"](home) == worker
+    finally:
+        up["stop_worker"](home)
+    assert up["worker_of"](home) is None
 
 
-def test_the_demo_is_made_once(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    demo = {"__name__": "demo"}
-    exec(compile(DEMO, "demo.py", "exec"), demo)
-    assert [demo["main"]("shop"), demo["main"]("shop")] == [0, 0]  # type: ignore[operator]
-    shown = capsys.readouterr().out
-    assert "Made a demo." in shown and "There was already a demo." in shown
-
-
-@pytest.mark.parametrize("page", [README, DEMO], ids=["README.md", "demo.py"])
+@pytest.mark.parametrize("page", [README, UP.read_text()], ids=["README.md", "up.py"])
 def test_the_commands_shown_exist(page: str) -> None:
     shown = re.findall(r"^(?:\$|   ) layer (.*?)(?:   |  #|\n| &&)", page, re.M)
     assert len(shown) > 5
     for line in shown:
-        words = re.findall(r"'[^']*'|\"[^\"]*\"|\S+", line.replace("{bolt}", "7"))
+        words = re.findall(r"'[^']*'|\"[^\"]*\"|\S+", re.sub(r"\{\w+\}", "7", line))
         assert parser().parse_args([word.strip("'\"") for word in words]).command in COMMANDS

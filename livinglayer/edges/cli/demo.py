@@ -58,7 +58,7 @@ class Told:
     opens=False,
     place="host",
 )
-def demo(args: Namespace, out: Printer) -> None:
+def demo(args: Namespace, out: Printer) -> int:
     """A tour: a help desk in a layer of its own, with boxes, an agent, forks and proofs; gone afterwards."""
     from livinglayer.jobs.demo import HELPDESK, Tour
 
@@ -82,3 +82,7 @@ def demo(args: Namespace, out: Printer) -> None:
         else "layer demo --keep DIRECTORY leaves it, to look around."
     )
     out.data(found)
+    broken = [name for name, kept in found["kept"].items() if not kept]
+    if broken:
+        out.say(f"Not as promised: {', '.join(broken)}. layer demo --json says what was found.", RED)
+    return 1 if broken else 0
