@@ -467,6 +467,22 @@ def test_commands_work_while_another_process_holds_the_layer_open(shop: Layer, l
     assert os.environ["XDG_CONFIG_HOME"] != str(Path.home() / ".config")
 
 
+def test_a_value_may_come_from_a_file(run: Run, home: Path, location: str, tmp_path: Path) -> None:
+    with livinglayer.open(location) as layer:
+        layer.define("thing", {"name": "text!", "note": "text"})
+    text = tmp_path / "long.txt"
+    text.write_text("3\n" + "x" * 200_000)  # more than a word of a command line can hold, and no number
+    made = run("insert", "thing", "name=bolt", "--from-file", f"note={text}", "--json")
+    assert made.code == 0 and run("query", "select length(note) as n from thing", "--json").json == [{"n": 200_002}]
+    text.write_text("short")
+    assert run("update", "thing", made.json["id"], "--from-file", f"note={text}").code == 0
+    assert run("query", "select note from thing", "--json").json == [{"note": "short"}]
+    text.write_bytes(b"caf\xe9")
+    assert "is not UTF-8: byte 4" in run("insert", "thing", "name=x", "--from-file", f"note={text}").err
+    assert "is not FIELD=FILE" in run("insert", "thing", "--from-file", "note").err
+    assert "no value is given" in run("insert", "thing").err
+
+
 def test_rows_are_added_changed_and_removed(run: Run, home: Path, location: str) -> None:
     with livinglayer.open(location) as layer:
         layer.define("thing", {"name": "text!", "qty": "int", "kept": "bool"})

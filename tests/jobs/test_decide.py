@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from livinglayer.errors import Invalid
+from livinglayer import Layer
+from livinglayer.errors import Denied, Invalid
 from livinglayer.jobs.decide import LEVELS, QUESTIONS, SUBSTRATE, Verdict, decide
+from livinglayer.law import contracts
 from livinglayer.sandbox.blueprint import TIERS
 
 INPUTS = list(product((0, 1, 3), range(4), range(3), range(3)))
@@ -94,6 +96,31 @@ def test_every_tier_is_recommended_for_something_and_every_level_reached() -> No
 def test_another_answer_is_refused(wrong: object) -> None:
     with pytest.raises(Invalid, match="is no answer to 'Who wrote the code"):
         decide(wrong, 0, 0, 0)  # type: ignore[arg-type]
+
+
+def test_a_contract_below_its_verdict_is_refused_a_box(layer: Layer) -> None:
+    """For every answer: each tier below the minimum gets no box, on its own or as an agent; none is made, each refusal is recorded."""
+    layer.define("ticket", {"title": "text!"})
+    minima = {decide(*answers).minimum: decide(*answers) for answers in INPUTS}
+    refused = 0
+    for minimum, verdict in minima.items():
+        for tier in TIERS:
+            layer.call(
+                "contract.define", name="c", reads=["ticket"], tier=tier, minimum_tier=minimum, decided=verdict.answers, program="true"
+            )  # fmt: skip
+            if TIERS.index(tier) >= TIERS.index(minimum):
+                contracts.strong_enough(contracts.load(layer, "c"))
+                continue
+            for verb, more in (("box.create", {}), ("agent.run", {"task": "x"})):
+                with pytest.raises(Denied, match=f"asks for tier '{tier}', and '{minimum}' is the least"):
+                    layer.call(verb, contract="c", **more)
+                refused += 1
+    assert refused == 2 * (0 + 1 + 3 + 4)
+    statuses = "select distinct status from execution where verb in ('box.create', 'agent.run')"
+    assert layer.query(statuses) == [{"status": "denied"}]
+    assert layer.query("select id from execution where kind = 'contract'") == []
+    assert [row["name"] for row in layer.query("select name from branch")] == ["main"]
+    assert len(layer.query("select id from decision where resource = 'contract:c' and allowed = false")) == refused
 
 
 def cell(verdict: Verdict) -> str:
