@@ -17,6 +17,7 @@ from livinglayer import Layer
 from livinglayer.law.channel import CONNECTIONS, Channel
 from livinglayer.law.executions import Run
 from livinglayer.law.openapi import ASKED, document
+from livinglayer.law.tending import Bound
 from livinglayer.substrate.schema import OWNER
 
 
@@ -102,8 +103,8 @@ def test_everything_there_is_answers(served: Served) -> None:
 
 
 def test_the_document_names_what_answers() -> None:
-    answers = {f"/{name.removeprefix('_on_')}" for name in dir(Run) if name.startswith("_on_")}
-    assert answers == set(ASKED) | {"/artifact", "/me"}
+    answers = {f"/{name.removeprefix('_on_')}" for name in dir(Bound) if name.startswith("_on_")}
+    assert answers == set(ASKED) | {"/artifact", "/me", "/agent"}
 
 
 @pytest.mark.parametrize(
