@@ -25,6 +25,7 @@ CALLS = 64  # of one answer that are taken up
 ANSWER = 64 << 20  # bytes of one answer on the wire; an event of some hundred bytes may bring one token
 LINE = 8 << 20  # bytes of one event
 ARGUMENTS = 1 << 20  # characters of the arguments of one call
+DEPTH = 100  # levels of them
 
 # How a conversation can end, as exit codes; those of the layer where they mean the same.
 DENIED, UNAVAILABLE, TIMED_OUT = 3, 8, 9
@@ -635,11 +636,25 @@ def _arguments(text: str) -> tuple[Any, str | None]:
     try:
         value = json.loads(text) if text.strip() else {}
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        _shallow(value)
     except (ValueError, RecursionError) as error:
-        return None, "the arguments are not JSON ({}): {}".format(
-            _why(error)[:100], _short(text.encode("utf-8", "replace"))
-        )
+        return None, f"the arguments are not JSON ({_why(error)[:100]}): {_short(text.encode('utf-8', 'replace'))}"
     return value, None
+
+
+def _shallow(value: Any) -> None:
+    """ValueError for what is nested deeper than others can read."""
+    level = [value]
+    for _ in range(DEPTH):
+        level = [
+            part
+            for each in level
+            if isinstance(each, (dict, list))
+            for part in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError("nested too deep")
 
 
 def _blocks(content: Any) -> list[dict[str, Any]]:

@@ -182,7 +182,7 @@ def _handler(model: ScriptedModel) -> type[BaseHTTPRequestHandler]:
                 body = json.loads(data)
                 if not isinstance(body, dict):
                     raise ValueError
-            except ValueError:
+            except (ValueError, RecursionError):
                 return self.fail(api, 400, "the body is not a JSON object")
             try:
                 step = model.step(api, body, {name.lower(): value for name, value in self.headers.items()})
