@@ -16,9 +16,13 @@ from sandbox.hosts import Host, wait_until
 
 from livinglayer import Layer, errors
 from livinglayer.edges.cli import (
+    agents,
+    approvals,
     boxes,
+    bundles,
     contracts,
     decide,
+    demo,
     functions,
     images,
     projections,
@@ -27,6 +31,9 @@ from livinglayer.edges.cli import (
     usage,
     why,
     workers,
+)
+from livinglayer.edges.cli import (
+    rows as row_commands,
 )
 from livinglayer.edges.cli.commands import COMMANDS
 from livinglayer.sandbox.blueprint import TIERS, Blueprint, parse_size
@@ -346,7 +353,10 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 
 
 def test_every_command_that_is_named_exists() -> None:
-    parts = (boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay, decide)
+    parts = (
+        boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay, decide, agents, approvals, bundles, demo,
+        row_commands,
+    )  # fmt: skip
     groups = {name: text for part in parts for name, text in part.GROUPS.items()}
     known = {*COMMANDS, *groups}
     named = {
