@@ -64,7 +64,10 @@ class BlockingWire:
         self._reading = threading.Lock()
 
     async def send(self, data: bytes) -> None:
-        sent = self._socket.send(data, socket.MSG_DONTWAIT) if len(data) < 65536 else 0
+        try:
+            sent = self._socket.send(data, socket.MSG_DONTWAIT) if len(data) < 65536 else 0
+        except BlockingIOError:  # the host has not taken all of what went before
+            sent = 0
         if sent == len(data):
             return
         # A command may answer while it is fed: who only sends and never reads would wait for it, and it for them.
