@@ -314,6 +314,9 @@ def differences(
             else {k: v for k, v in before.items() if k in after or k not in UNMANAGED.get(key[0], ())}
         )
         ours = key in owned and owned[key] in (None, number)
+        if key[0] == "field" and key not in others:  # one that somebody added to an entity of the bundle is its own now
+            entity = ("entity", key[1].split(".")[0])
+            ours = ours or (entity in owned and owned[entity] in (None, there.get(entity, (None,))[0]))
         if key in coming or (before is not None and not ours):
             whose = f"it is of bundle {others[key]}" if key in others else "it was not made by a bundle"
             if key[0] in ("role", "principal") and number == OWNER:
