@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from ..errors import Conflict, LayerError, NotFound, Unavailable
 from ..substrate.ledger import now
+from ..substrate.values import datetime_text
 from . import secrets as vault
 from .executions import INLINE, STEPS, Run, digest
 
 SHOWN = 64 << 10  # bytes of output that steps hold themselves; more is stored by content
+TOGETHER = 0.5  # seconds within which what is printed is one step
 LOOP = ["python3", "-m", "layer_agent"]  # what an agent is whose contract names no program
 
 
@@ -54,9 +57,12 @@ class Program:
             self.box.info()  # NotFound here: the box itself is gone
             self._over(self._traced() or {"error": "the host of boxes started again, and its end was not seen"})
             return True
-        for stream in ("stdout", "stderr"):
-            data, at = getattr(found, stream), getattr(found, f"{stream}_at")
-            self._hear(stream, at, data if found.over else _lines(data))
+        for stream, lost in found.lost.items():
+            if lost:
+                self.run.steps.append(("output", {"stream": stream, "lost": lost}, now()))
+                self.heard[stream] += lost
+        for stream, data, at in _joined(found.pieces, found.over):
+            self._hear(stream, data, datetime_text(datetime.fromtimestamp(at, UTC)))
         if found.over:
             self._over({"exit_code": found.exit_code} | ({"error": found.error} if found.error else {}))
         return bool(found.over)
@@ -86,25 +92,28 @@ class Program:
                 return {"exit_code": event.get("exit_code")} | ({"error": event["error"]} if event.get("error") else {})
         return None
 
-    def _hear(self, stream: str, at: int, data: bytes) -> None:
+    def _hear(self, stream: str, data: bytes, at: str) -> None:
         """Keep what it printed: a step for each few lines, what is beyond a measure in one piece by content."""
-        if at > self.heard[stream]:
-            self.run.steps.append(("output", {"stream": stream, "lost": at - self.heard[stream]}, now()))
         while data:
             size = len(data)
             if self.shown < SHOWN and size > INLINE:
                 size = data.rfind(b"\n", 0, INLINE) + 1 or INLINE
             piece, data = data[:size], data[size:]
             hidden = vault.hide(self.run.read, piece)
-            detail: dict[str, Any] = {"stream": stream, "from": at, "bytes": len(piece), "digest": digest(hidden)}
+            detail: dict[str, Any] = {
+                "stream": stream,
+                "from": self.heard[stream],
+                "bytes": len(piece),
+                "digest": digest(hidden),
+            }
             if self.shown < SHOWN and len(hidden) <= 2 * INLINE:
                 detail["text"] = hidden.decode("utf-8", "replace").replace("\0", "�")
             else:
                 detail["content"] = self.run.store(hidden)
             if self.run.before + len(self.run.steps) < STEPS:
-                self.run.steps.append(("output", detail, now()))
-            at, self.shown = at + len(piece), self.shown + len(piece)
-        self.heard[stream] = at
+                self.run.steps.append(("output", detail, at))
+            self.heard[stream] += len(piece)
+            self.shown += len(piece)
 
     def _over(self, how: dict[str, Any]) -> None:
         self.exit = how
@@ -152,6 +161,21 @@ def recorded(run: Run, kinds: tuple[str, ...]) -> list[tuple[str, dict[str, Any]
             (run.execution.id, *kinds),
         )
     return [(kind, json.loads(text)) for kind, text in rows]
+
+
+def _joined(pieces: Iterable[tuple[str, bytes, float]], over: bool) -> list[tuple[str, bytes, float]]:
+    """Pieces of one stream that came together as one; of each stream's last one whole lines, unless nothing more comes."""
+    found: list[tuple[str, bytes, float]] = []
+    for stream, data, at in pieces:
+        if found and found[-1][0] == stream and at - found[-1][2] < TOGETHER:
+            found[-1] = (stream, found[-1][1] + data, found[-1][2])
+        else:
+            found.append((stream, data, at))
+    for stream in () if over else ("stdout", "stderr"):
+        last = max((n for n, one in enumerate(found) if one[0] == stream), default=None)
+        if last is not None:
+            found[last] = (stream, _lines(found[last][1]), found[last][2])
+    return found
 
 
 def _lines(data: bytes) -> bytes:

@@ -433,10 +433,10 @@ class Kept:
         try:
             while not self.stop.wait(TICK if self.program is None else TICK / 5) and not self.ended:
                 try:
-                    if self.program is None or time.monotonic() - self._ticked >= TICK:
-                        self._tick()
-                    if self.program is not None and not self.stop.is_set() and not self.ended and self._turn():
+                    if self.program is not None and self._turn():
                         self.finish()
+                    elif self.program is None or time.monotonic() - self._ticked >= TICK:
+                        self._tick()
                 except LayerError as error:  # the database is busy or away
                     log.warning("box of execution %s: %s", self.number, error)
         except Exception as error:
@@ -812,6 +812,8 @@ class Tending:
             return
         try:
             id = _was_made(self.layer, number) or (None if found is None else str(found["id"]))
+            if found is None and id is not None:  # it may have been made since they were listed
+                found = next((box for box in _boxes(self.layer) if box["id"] == id), None)
             if found is not None and found["id"] == id:
                 self.kept[number] = Kept(self, number, id)
                 self.kept[number].start()

@@ -83,7 +83,7 @@ class Command:
         self._sinks: list[Sink] = [sink] if sink else []
         self._seen = {STDOUT: 0, STDERR: 0}
         self._limit = UNLIMITED if pty else box.blueprint.output  # a terminal is a person's, who may sit at it for days
-        self._memory: collections.deque[tuple[int, bytes]] | None = collections.deque() if background else None
+        self._memory: collections.deque[tuple[int, bytes, float]] | None = collections.deque() if background else None
         self._remembered = 0
         self._forgotten = {STDOUT: 0, STDERR: 0}  # bytes that came before what is remembered
         self._credit = WINDOW_START
@@ -160,10 +160,10 @@ class Command:
         for sink in self._sinks:
             sink(kind, data)
         if self._memory is not None:
-            self._memory.append((kind, data))
+            self._memory.append((kind, data, time.time()))
             self._remembered += len(data)
             while self._remembered > REMEMBERED:
-                old, lost = self._memory.popleft()
+                old, lost, _ = self._memory.popleft()
                 self._remembered -= len(lost)
                 self._forgotten[old] += len(lost)
 
@@ -193,18 +193,22 @@ class Command:
 
     def listen(self, sink: Sink) -> None:
         """Hear what it printed lately and what it prints from now on."""
-        for kind, data in self._memory or ():
+        for kind, data, _ in self._memory or ():
             sink(kind, data)
         if self.status is not None or self.error:
             sink(EXIT if self.error is None else DONE, b"")
         else:
             self._sinks.append(sink)
 
-    def printed(self, kind: int, after: int) -> tuple[int, bytes]:
-        """What is remembered of a stream after so many bytes, and where that begins."""
-        data = b"".join(piece for of, piece in self._memory or () if of == kind)
-        begins = self._forgotten[kind]
-        return max(begins, after), data[max(0, after - begins) :]
+    def printed(self, after: dict[int, int]) -> tuple[list[tuple[int, bytes, float]], dict[int, int]]:
+        """What is remembered of both streams after so many bytes of each, with its time; and how much of it is forgotten."""
+        place, found = dict(self._forgotten), []
+        for kind, data, at in self._memory or ():
+            skip = max(0, after[kind] - place[kind])
+            place[kind] += len(data)
+            if skip < len(data):
+                found.append((kind, data[skip:], at))
+        return found, {kind: max(0, begins - after[kind]) for kind, begins in self._forgotten.items()}
 
     def leave(self, sink: Sink) -> None:
         """Stop listening."""

@@ -71,12 +71,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Printed:
-    """What a command in the background printed lately, from which byte of each stream on, and how it ended if it has."""
+    """What a command in the background printed lately, and how it ended if it has."""
 
-    stdout: Output
-    stderr: Output
-    stdout_at: int
-    stderr_at: int
+    pieces: tuple[tuple[str, bytes, float], ...]  # stdout or stderr, what, when
+    lost: Mapping[str, int]  # bytes of each stream that came before and are not remembered
     over: bool
     exit_code: int | None
     error: str | None
@@ -741,11 +739,13 @@ class AsyncSandbox:
 
     async def printed(self, id: int, stdout: int = 0, stderr: int = 0) -> "Printed":
         """What a command in the background printed after so many bytes of each stream, and how it ended; never waits, wakes nothing."""
-        parts: dict[int, List[bytes]] = {STDOUT: [], STDERR: []}
+        parts: List[tuple[str, bytes]] = []
         request = {"do": "output", "box": self.id, "id": id, "stdout": stdout, "stderr": stderr}
-        end = await self._client.call(request, on_frame=lambda kind, data: parts[kind].append(data))
-        out, err = (Output(b"".join(parts[kind])) for kind in (STDOUT, STDERR))
-        return Printed(out, err, end["stdout"], end["stderr"], end["over"], end["exit_code"], end["error"])
+        end = await self._client.call(
+            request, on_frame=lambda kind, data: parts.append(("stdout" if kind == STDOUT else "stderr", data))
+        )
+        pieces = tuple((*part, at) for part, at in zip(parts, end["times"], strict=True))
+        return Printed(pieces, end["lost"], end["over"], end["exit_code"], end["error"])
 
     # ---- ports and egress ----
 

@@ -415,12 +415,14 @@ async def follow_(connection: Connection, request: dict[str, Any]) -> Any:
 async def output_(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
     """What a command in the background printed after so many bytes of each stream, and how it ended; wakes no box."""
     command = connection.host.find(request["box"]).command(request["id"])
-    told: dict[str, Any] = {"over": command.over, "exit_code": command.status, "truncated": command.truncated}
-    for kind, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
-        told[name], data = command.printed(kind, int(request.get(name) or 0))
-        for at in range(0, len(data), 65536):
-            connection.send(kind, data[at : at + 65536])
-    return told | {"error": None if command.error is None else command.error.message}
+    streams = {STDOUT: "stdout", STDERR: "stderr"}
+    pieces, lost = command.printed({kind: int(request.get(name) or 0) for kind, name in streams.items()})
+    for kind, data, _ in pieces:
+        connection.send(kind, data)
+    return {
+        "over": command.over, "exit_code": command.status, "error": None if command.error is None else command.error.message,
+        "times": [at for _, _, at in pieces], "lost": {streams[kind]: count for kind, count in lost.items()},
+    }  # fmt: skip
 
 
 @verb("signal")

@@ -177,7 +177,7 @@ class Watch:
         self.layer, self.number, self.out, self.principal = layer, number, out, principal
         self.seen = 0
         self.loop = agents.given(layer, number)["agent"]["argv"] == LOOP  # it prints its calls itself
-        self.broken = False  # whether a line that it printed has no end yet
+        self.last = ""
 
     def look(self) -> str:
         """Show what is new; its status."""
@@ -196,7 +196,7 @@ class Watch:
         if kind == "output":
             self.printed(detail)
         elif kind == "approval" and detail["status"] == "pending":
-            self.say(f"⏸ waits for somebody's yes to {detail['do']} {detail['resource']}", YELLOW)
+            self.say(f"⏸ waits for somebody's yes to {detail['do']} {detail['resource']}{self.asked(detail)}", YELLOW)
             self.say(
                 f"  layer approve {detail['approval']}   or   layer refuse {detail['approval']} --reason …", YELLOW
             )
@@ -211,6 +211,18 @@ class Watch:
             self.say(f"✗ {detail['do']}: {detail['message']}", RED)
         elif not self.loop and (line := self.told(kind, detail)):
             self.say(line, CYAN)
+
+    def asked(self, detail: dict[str, Any]) -> str:
+        """What exactly it asks for, where that may be read."""
+        try:
+            sql = "select request, reason from approval where id = :id"
+            (row,) = self.layer.query(sql, {"id": detail["approval"]}, principal=self.principal)
+        except (LayerError, ValueError):
+            return ""
+        given = (row["request"] or {}).get("given") or {}
+        shown = {key: given[key] for key in ("id", "values", "arguments") if key in given}
+        what = shown.get("arguments") or shown
+        return f" {cut(text(what), 200)}" + (f": {row['reason']}" if row["reason"] else "")
 
     def told(self, kind: str, detail: dict[str, Any]) -> str | None:
         """What the layer did for a program, in a line."""
@@ -231,13 +243,16 @@ class Watch:
         if "lost" in detail:
             return self.say(f"… {detail['lost']} bytes were not caught", DIM)
         if "text" not in detail:
-            return self.say(f"… {detail['bytes']} bytes more (layer blob {detail['content'][:12]}…)", DIM)
+            return self.say(f"… {detail['bytes']} bytes more (kept by content, sha256 {detail['content'][:12]}…)", DIM)
         for line in detail["text"].splitlines():
             colour = {"→": CYAN, "✗": RED, "←": DIM}.get(line[:1], "") if self.loop else ""
             self.say(line if self.loop else f"│ {line}", RED if detail["stream"] == "stderr" else colour)
 
     def say(self, line: str, colour: str = "") -> None:
         line = escape(line)
+        if line == self.last and line.startswith("✗"):
+            return  # asked twice, refused twice
+        self.last = line
         if self.out.columns is not None:
             line = line if len(line) < 4 * self.out.columns else cut(line, 4 * self.out.columns)
         print(self.out.paint(line, colour) if colour else line, file=self.out.out, flush=True)
@@ -263,7 +278,7 @@ def summary(layer: Layer, number: int, out: Printer, principal: str | None) -> d
         "answer": found["answer"], "exit code": found["exit_code"] or None, "steps": f"{sum(steps.values())} ({kinds})",
         "tokens": f"{found['input']:,} in, {found['output']:,} out, {counted(found['asked'], 'answer')}" if found["asked"] else None,
         "money": f"{found['money']:.4f}" if found["money"] else None, "denials": denied or None,
-        "rows": rows or "none changed", "files": found["files"] or None, "branch": found["branch"],
+        "rows": rows or ("none changed" if found["status"] == "running" else "none changed: there is nothing to propose"), "files": found["files"] or None, "branch": found["branch"],
     }  # fmt: skip
     for name, value in lines.items():
         if value is not None:
