@@ -92,6 +92,19 @@ FORK = """
   sam         x                                    x                        x                         x
 """
 
+# Of which some version is read in the history of main: those that were theirs to read as the version has it. The agent saw k3
+# and d1 before they were solved.
+EVER = """
+              ticket                               comment                  customer                  refund
+  cara        c1 c2 c3                             c1a c1b c1x              cara                      r1
+  carl        k1 k2 k3 d2                          k1a                      carl                      .
+  ann         c1 c2 k3 d3 d4                       c1a c1b c1x d3a          cara carl dana brig eve   r1 r2
+  ben         c2 c3 k1 d1 b1 b2                    k1a b1x                  cara carl dana brig eve   .
+  leo         c1 c2 c3 k1 k2 k3 d1 d2 d3 d4 b1 b2  c1a c1b c1x k1a d3a b1x  cara carl dana brig eve   r1 r2
+  triage-bot  c1 c2 c3 k1 k2 k3 d1 d2 d3 d4 b1 b2  c1a c1b c1x k1a d3a b1x  cara carl dana brig eve   r1 r2
+  sam         x                                    x                        x                         x
+"""
+
 # Which fields there are, whatever rows.
 EVERYTHING = {
     "ticket": "title body customer status priority team assignee opened due breached",
@@ -173,13 +186,26 @@ CALLS = """
   ticket.reopen id=k3                -     yes   -    -    -    -    -
   ticket.reopen id=d1                -     -     -    -    -    -    -
 """
-PROJECTIONS = """
+PROJECTIONS = {
+    "now": """
                 cara             carl             ann          ben                 leo                           bot  sam
   queue         x                x                c1 d3        b1 b2 c2 c3 k1      b1 b2 c1 c2 c3 d3 k1          x    x
   my_tickets    c1 c2 c3         d2 k1 k2 k3      x            x                   x                             x    x
   sla_breaches  x                x                x            x                   .                             x    x
-"""
-
+""",
+    "fork": """
+                cara             carl             ann          ben                 leo                           bot  sam
+  queue         x                x                c1 d3 k1     b1 b2 c2 c3         b1 b2 c1 c2 c3 d3 k1          x    x
+  my_tickets    c1 c2 c3         d2 k1 k2 k3      x            x                   x                             x    x
+  sla_breaches  x                x                x            x                   .                             x    x
+""",
+    "then": """
+                cara             carl             ann          ben                 leo                           bot  sam
+  queue         x                x                c1 c2 d3     b1 b2 c3 k1         b1 b2 c1 c2 c3 d3 k1          x    x
+  my_tickets    c1 c2 c3         k1 k2 k3         x            x                   x                             x    x
+  sla_breaches  x                x                x            x                   .                             x    x
+""",
+}
 
 # Two functions that do whatever they are told, with the rights of whoever calls them.
 PROBE = """
@@ -407,16 +433,47 @@ def test_what_is_called(desk: Desk) -> None:
 
 
 def test_which_projections_are_read(desk: Desk) -> None:
-    def ask(name: str, who: str, branch: str) -> str:
+    def ask(name: str, who: str, at: dict[str, Any]) -> str:
         try:
-            found = desk.layer.projection(name, principal=who, branch=branch)
+            found = desk.layer.projection(name, principal=who, **at)
         except NotFound:
             return "x"
         return " ".join(sorted(desk.short["ticket", row["id"]] for row in found)) or "."
 
-    for branch in ("main", "same"):
-        found = [[name, *(ask(name, who, branch) for who in WHO)] for name, *_ in rows(PROJECTIONS)[1:]]
-        assert found == rows(PROJECTIONS)[1:], branch
+    now, fork, then = (rows(table)[1:] for table in PROJECTIONS.values())
+    for expected, branch, past in (
+        (now, "main", None),
+        (now, "same", None),
+        (fork, "fork", None),
+        (then, "main", desk.then),
+        (then, "fork", desk.then),
+    ):
+        at = {"branch": branch, "as_of": past}
+        assert [[name, *(ask(name, who, at) for who in WHO)] for name, *_ in expected] == expected, at
+
+
+def test_history_and_differences_tell_no_more(desk: Desk) -> None:
+    """A version is seen by whoever may see what it says, a difference by whoever may see both sides of it."""
+
+    def versions(who: str, entity: str) -> str:
+        try:
+            return desk.named(entity, desk.layer.query(f"select distinct id from {entity}__history", principal=who))
+        except NotFound:
+            return "x"
+
+    assert read_table(versions) == rows(EVER)
+    d2 = {"id": desk.ids["ticket"]["d2"]}
+    [seen] = desk.layer.query("select customer from ticket__history where id = :id", d2, principal="carl")
+    assert seen["customer"] == desk.ids["customer"]["carl"]  # not when it was dana's
+    k1 = {
+        "entity": "ticket",
+        "id": desk.ids["ticket"]["k1"],
+        "op": "update",
+        "fields": {"team": ("technical", "billing")},
+    }
+    assert {who: desk.layer.diff("fork", principal=who) for who in WHO} == {
+        who: [k1] if who in ("leo", "triage-bot") else [] for who in WHO
+    }
 
 
 def test_what_else_may_be_done(desk: Desk) -> None:
