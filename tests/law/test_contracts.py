@@ -566,3 +566,16 @@ def test_requests_are_steps_and_bytes_are_counted_against_the_budget(office: Lay
         end = outcome(office, told["execution"])
         assert end["status"] == "failed" and "budget of 50000 bytes" in end["result"]["error"]["message"]
         server.shutdown()
+
+
+def test_a_box_that_is_made_while_somebody_looks_is_not_taken_for_gone(office: Layer) -> None:
+    keeper = tending.of(office)
+    keeper.close()
+    office.engine.lease(f"{tending.KEEPER}{contracts.home()}", keeper.id, 60)  # so that nobody is started to look
+    box, told = make(office)
+    later = tending.of(office)
+    [(number, _, started)] = tending.open_boxes(office)
+    later._take(number, None, started)  # it was not in the list that was made before it
+    assert number == told["execution"] and number in later.kept
+    assert ask(box, "print(layer.me()['box'])") == told["box"]
+    assert office.query("select status from execution where id = :id", {"id": number}) == [{"status": "running"}]
