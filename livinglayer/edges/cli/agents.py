@@ -9,9 +9,10 @@ from argparse import REMAINDER, Namespace
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from livinglayer.edges.cli.approvals import wanted
 from livinglayer.edges.cli.commands import acting, arg, changes, command, flat
 from livinglayer.edges.cli.table import BOLD, DIM, GREEN, RED, Printer, counted, cut, escape, text
-from livinglayer.errors import Invalid, LayerError
+from livinglayer.errors import Invalid, LayerError, NotFound
 
 if TYPE_CHECKING:
     from livinglayer import Layer
@@ -157,6 +158,10 @@ def follow(layer: Layer, number: int, out: Printer, principal: str | None) -> in
         while watch.look() == "running":
             time.sleep(LOOK)
         watch.look()
+    except NotFound:
+        out.say(f"{principal or layer.me} may not read execution and step, so it is not shown; agent {number} goes on.")
+        out.data({"agent": number, "status": None})
+        return 0
     except KeyboardInterrupt:
         out.say()
         out.say(
@@ -219,10 +224,7 @@ class Watch:
             (row,) = self.layer.query(sql, {"id": detail["approval"]}, principal=self.principal)
         except (LayerError, ValueError):
             return ""
-        given = (row["request"] or {}).get("given") or {}
-        shown = {key: given[key] for key in ("id", "values", "arguments") if key in given}
-        what = shown.get("arguments") or shown
-        return f" {cut(text(what), 200)}" + (f": {row['reason']}" if row["reason"] else "")
+        return f" {wanted(row)}" + (f": {row['reason']}" if row["reason"] else "")
 
     def told(self, kind: str, detail: dict[str, Any]) -> str | None:
         """What the layer did for a program, in a line."""
