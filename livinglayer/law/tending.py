@@ -469,6 +469,8 @@ class Kept:
             return
         if found["pid"] != self._pid:  # it was suspended: since it goes on it has another listener
             self.stale, self._pid = True, found["pid"]
+        if isinstance(self.run, Bound) and self.run.contract.secrets and not found.get("secrets", True):
+            self._lend(self.run.contract)
         if not self.layer.engine.lease(f"{usage.LIVE}{self.number}", self.tending.id, contracts.LEASE, self._value()):
             self.stop.set()  # another looks after it now
             return
@@ -508,6 +510,17 @@ class Kept:
             if rows:
                 return str(sql)
         return None
+
+    def _lend(self, contract: contracts.Contract) -> None:
+        """Its host has started again, and knows no secrets: say them once more, if they may still be used."""
+        assert self.box is not None
+        row = {**(contract.blueprint or {}), "egress": list(contract.egress), "secrets": list(contract.secrets)}
+        try:
+            values = vault.for_box(self.layer, row, self.execution.principal, branch=self.branch)[0]
+            if values:
+                self.box.lend(dict(values))
+        except LayerError as error:
+            log.warning("secrets of box %s: %s", self.id, error)
 
     def _turn(self) -> bool:
         """Look at the agent's program; whether it is over."""

@@ -140,6 +140,7 @@ class Box:
             "snapshot": self.snapshot,
             "pid": self.guest.pid if self.guest else None,
             "labels": dict(self.labels),
+            "secrets": sorted(self.secrets),
         }
 
     # ---- what outlives the host ----

@@ -257,6 +257,10 @@ class Gateway:
             for fd in (network.tcp, network.dns):
                 self._loop.remove_reader(fd)
 
+    def serves(self, box: str) -> bool:
+        """Whether it was told of a box."""
+        return box in self._open
+
     async def change(self, box: str, rules: Sequence[Any]) -> None:
         """Other rules from now on."""
         network, message = self._open[box]

@@ -771,6 +771,10 @@ class AsyncSandbox:
         """
         return channel_of(self._client.state, self.id)
 
+    async def lend(self, secrets: Mapping[str, str]) -> None:
+        """Say the values of its secrets again, after its host has started anew: a host keeps them nowhere. What it has open is cut."""
+        await self._do("lend", secrets=dict(secrets))
+
     async def set_egress(self, rules: Sequence[str | Mapping[str, Any]]) -> None:
         """Other egress rules from now on."""
         await self._do("egress", rules=[rule if isinstance(rule, str) else dict(rule) for rule in rules])

@@ -886,6 +886,15 @@ async def changes(connection: Connection, request: dict[str, Any]) -> list[dict[
     return [_absolute(change) for change in await connection.host.changes(connection.host.find(request["box"]))]
 
 
+@verb("lend")
+async def lend(connection: Connection, request: dict[str, Any]) -> None:
+    """Values of secrets, for a box whose host has started again."""
+    values = request.get("secrets")
+    if not isinstance(values, dict):
+        raise Invalid("secrets are texts by name")
+    await connection.host.lend(connection.host.find(request["box"]), values)
+
+
 @verb("egress")
 async def egress(connection: Connection, request: dict[str, Any]) -> None:
     await connection.host.set_egress(connection.host.find(request["box"]), request["rules"])

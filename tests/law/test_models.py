@@ -173,6 +173,27 @@ def test_the_count_survives_sleep_kills_and_another_keeper(office: Layer, boxes:
     assert len(said(office, told, 4)) == 4
 
 
+def test_after_a_crash_of_the_host_the_key_is_put_in_again(office: Layer, boxes: Host) -> None:
+    with scripted(lambda request: {"text": "x", "usage": (400, 100)}) as model:
+        contract(office, model)
+        box, told = make(office)
+        ask(box, "ask('a')")
+        code = CLIENT.format(path=PATH["anthropic"]) + (
+            "import time\nfor n in range(300):\n    try: ask('b'); break\n    except OSError as error:\n"
+            "        if getattr(error, 'code', 0) == 401: raise\n        time.sleep(0.1)\n"
+        )
+        going = box.start(["python3", "-c", "import time; time.sleep(1)\n" + code])
+        boxes.crash()  # nobody has the key now but the layer
+        boxes.hang_up()
+        assert len(said(office, told, 2)) == 2
+        assert [step["status"] for step in said(office, told, 2)] == [200, 200]
+        again = Sandbox.connect(told["id"])
+        assert again.info()["secrets"] == ["MODEL_KEY"] and going.id
+        assert ask(again, "print(os.environ['MODEL_KEY'], ask('c') and 'fine')") == "LAYER_SECRET_MODEL_KEY fine"
+    for place in ("boxes", "traces", "exchanges"):
+        assert all(KEY.encode() not in path.read_bytes() for path in (boxes.state / place).rglob("*.*"))
+
+
 def test_what_a_box_says_of_tokens_itself_is_not_believed(office: Layer) -> None:
     """It can leave counts out, break off, ask by another path, and ask elsewhere: what it got was counted, and elsewhere it can't."""
     with scripted(lambda request: {"text": "x" * 300, "usage": (400, 100)}) as model:
