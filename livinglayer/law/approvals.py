@@ -111,10 +111,14 @@ def guarded(rules: Iterable[Mapping[str, Any]]) -> tuple[Callable[[Tx], None], C
     def after(tx: Tx) -> None:
         for (number_of, row), (op, _) in tx.changes.items():
             entity = tx.schema.by_id[number_of]
+            if not any(rule["resource"] in (entity.name, "*") for rule in rules):
+                continue
             table, was = tx.work.table(entity), (tx.before or {}).get((number_of, row))
             found = None if op == "d" else table.get(tx.session, tx.chain, row)
             states = [table.named(entity, each.values, row) for each in (was, found) if each is not None]
             old, new = (table.named(entity, each.values, row) if each is not None else {} for each in (was, found))
+            if op == "i":  # what a default says is nobody's change
+                old = {f.name: new[f.name] if f.initial == "now()" else tx._default(entity, f) for f in entity.defaults}
             changed = {label for label in {*old, *new} if old.get(label) != new.get(label)}
             action = {"i": "insert", "u": "update", "d": "delete"}[op]
             for rule in rules:
@@ -405,10 +409,10 @@ def answer(call: Call, *, id: int, approve: bool, reason: str | None = None) -> 
     values: dict[str, Any] = {"answered_by": call.asking.principal, "answered": now(), "answer": reason or call.reason}
     if not approve:
         layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "refused", **values))
-        return {"approval": id, "status": "refused"}
+        return _told(layer, row, "refused")
     if row["action"] != "merge":
         layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "approved", **values))
-        return {"approval": id, "status": "approved"}
+        return _told(layer, row, "approved")
     result = _merged(call, row)
 
     def both(tx: Tx) -> None:
@@ -417,6 +421,15 @@ def answer(call: Call, *, id: int, approve: bool, reason: str | None = None) -> 
 
     layer._ledger.write(call.execution, "main", both)
     return {"approval": id, "status": "done", **result}
+
+
+def _told(layer: Any, row: Mapping[str, Any], status: str) -> dict[str, Any]:
+    """What becomes of it: somebody must hear of the answer, if the box that waits is here."""
+    from . import tending
+
+    if row["action"] != "merge" and any(number == row["execution"] for number, _, _ in tending.open_boxes(layer)):
+        tending.ensure(layer)
+    return {"approval": row["id"], "status": status}
 
 
 def _may_answer(call: Call, row: Mapping[str, Any]) -> None:

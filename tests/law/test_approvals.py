@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -13,7 +14,6 @@ from law.conftest import define as define_function
 from law.test_contracts import ask, outcome, refusal
 from sandbox.hosts import Host, wait_until
 
-import livinglayer
 from livinglayer import Layer
 from livinglayer.errors import Conflict, Denied, Invalid, NotFound
 from livinglayer.law import approvals, tending
@@ -316,9 +316,11 @@ def test_a_keeper_killed_while_a_box_waits_is_followed_by_one_who_goes_on(
         os.kill(keeper.pid, signal.SIGKILL)
         keeper.wait(10)
         assert box.info()["state"] == "paused"
-        if moment == "approved":  # while nobody looks after it
+        if moment == "approved":  # while nobody looks after it: the answer starts somebody
             layer.call("approval.answer", id=row["id"], approve=True)
-        assert tending.ensure(layer) == "started"
+        else:
+            assert tending.ensure(layer) == "started"
+        assert tending._started[-1] is not keeper
         keeper = tending._started[-1]
         if moment == "pending":
             time.sleep(2)
@@ -343,20 +345,31 @@ def test_what_was_done_and_not_recorded_as_done_is_not_done_again(office: Layer)
     begin(box, f"layer.delete('ticket', {first(office)})")
     [row] = pending(office)
     tending.of(office).close()
-    office.call("approval.answer", id=row["id"], approve=True, principal="lee")
     execution = office._ledger.resume(told["execution"])
-    run = tending.Bound(office, execution, "main", __import__("json").loads((execution.call or {})["arguments"]), box)
+    run = tending.Bound(office, execution, "main", json.loads((execution.call or {})["arguments"]), box)
     given = row["request"]["given"]
-    assert run.asks._act("delete", given, row["id"]) == {"ok": True}
-    assert run.asks._act("delete", given, row["id"]) == {"ok": True}
+    assert [run.asks._act("delete", given, row["id"]) for _ in range(2)] == [{"ok": True}] * 2
     assert len(office.query("select 1 as n from ticket")) == 2
     office._ledger.let_go(execution)
-    with livinglayer.open(office.engine.address) as other:
-        tending.of(other).look()
+    office.call("approval.answer", id=row["id"], approve=True, principal="lee")
+    keeper = tending._started[-1]  # the answer has started one
+    try:
         wait_until(lambda: office.query("select status from approval")[0]["status"] == "done", "it is done", 30)
         assert len(office.query("select 1 as n from ticket")) == 2
+        wait_until(lambda: box.info()["state"] == "running", "the box goes on", 30)
         box.kill()
         outcome(office, told["execution"])
+    finally:
+        keeper.terminate()
+        keeper.wait(20)
+
+
+def test_a_default_is_nobody_s_change(office: Layer) -> None:
+    rule = {"action": "insert", "resource": "ticket", "fields": ["priority"], "expires": 0.1}
+    office.call("contract.define", {**CLERK, "approvals": [rule]})
+    box, _ = make(office)
+    assert ask(box, "print(layer.insert('ticket', title='plain') > 0)") == "True"
+    assert refusal(box, "layer.insert('ticket', title='urgent', priority=9)").startswith("Denied")
 
 
 @pytest.mark.parametrize(
