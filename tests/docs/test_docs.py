@@ -36,6 +36,7 @@ from livinglayer.edges.cli import (
     rows as row_commands,
 )
 from livinglayer.edges.cli.commands import COMMANDS
+from livinglayer.law import tending
 from livinglayer.sandbox.blueprint import TIERS, Blueprint, parse_size
 from livinglayer.settings import Settings
 from livinglayer.substrate import postgres, schema, sqlite, values
@@ -44,7 +45,7 @@ from livinglayer.substrate.permissions import ACTIONS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
-LAW = ("functions.md", "replay.md")  # pages whose snippets need a layer whose functions run in boxes
+LAW = ("agents.md", "functions.md", "replay.md")  # pages whose snippets need a layer whose functions run in boxes
 BOXES = ("sandbox.md", "tiers.md", "threat-model-boxes.md")  # pages whose snippets need boxes, and no layer
 
 
@@ -69,6 +70,7 @@ def test_a_snippet_runs(
     if page in LAW:
         for name, value in request.getfixturevalue("host").environment().items():
             monkeypatch.setenv(name, value)
+        tending.of(layer).look()  # else a process is started that does
     names = {
         "layer": layer,
         "location": location,
