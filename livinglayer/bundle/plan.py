@@ -328,7 +328,7 @@ def differences(
             ):
                 made.append(Change(name, *key, "conflict", before and dict(before), dict(after), why=whose))
                 continue
-            why = widening.why(key, None, after)
+            why = widening.why(key, None, after) or widening.why(key, before, after)
             made.append(Change(name, *key, "adopt", before, dict(after), why is not None, why or whose))
         elif before is None:
             why = widening.why(key, None, after)
@@ -445,7 +445,7 @@ class Widening:
     def why(self, key: Key, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str | None:
         judge = getattr(self, f"_{key[0]}", None)
         said = None if judge is None else judge(key[1], before, after)
-        named = f"{key[0]}:{key[1]}"
+        named = key[1] if key[0] == "entity" else f"{key[0]}:{key[1]}"
         if said is None and before is None and named in self.spoken:
             return f"a permission that is there already speaks of {named}"
         return said
@@ -487,7 +487,8 @@ class Widening:
             return None
         if after.get("rights") == "definer":
             return "it has the rights of whoever applies this"
-        if name in self.triggered and (before is None or before.get("code") != after.get("code")):
+        does = ("language", "code", "reads", "writes", "blueprint")
+        if name in self.triggered and (before is None or any(before.get(k) != after.get(k) for k in does)):
             return "a trigger runs it as whoever wrote the trigger"
         return None
 
@@ -516,6 +517,8 @@ class Widening:
             said.append("secrets as its blueprint")
         else:
             said += [f"uses secret {_of(each)}" for each in _more(was.get("secrets"), after.get("secrets"))]
+        if after.get("model") and after["model"] != was.get("model"):
+            said.append(f"asks a model at {after['model'].get('url')}")
         if before is not None:
             for label in ("minimum_tier", "tier"):
                 if was.get(label) and (not after.get(label) or weaker(after[label], was[label])):

@@ -105,7 +105,7 @@ def with_(kind: str, name: str, **more: Any) -> Bundle:
     """The desk with one definition changed, as if no file had been looked at."""
     made = desk()
     group = getattr(made, kind)
-    return replace(made, **{kind: {**group, name: {**group[name], **more}}})  # type: ignore[arg-type]
+    return replace(made, **{kind: {**group, name: {**group[name], **more}}})
 
 
 WRONG: list[tuple[Callable[[], Bundle], str]] = [

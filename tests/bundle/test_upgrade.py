@@ -252,3 +252,41 @@ def test_the_same_version_can_say_something_else(layer: Layer) -> None:
     other = desk(swapped("schema.yaml", "note: text", "note: text\n      color: text"))
     assert [c.kind for c in apply(layer, other).changes] == ["field", "bundle"]
     assert plan(layer, other).empty
+
+
+ODD = ["", "NULL", "a,b", '"quoted"', "back\\slash", "{curly}", "line\nbreak", "\ttab", "ünï☃", "'", "$1 ?"]
+
+
+def test_values_of_every_type_survive_a_change_of_many_rows(layer: Layer) -> None:
+    kinds = {
+        "t": "text", "i": "int", "f": "float", "b": "bool", "d": "decimal", "j": "json", "day": "date", "at": "datetime",
+    }  # fmt: skip
+    fields = ", ".join(f"{name}: {kind}, {name}2: {kind}" for name, kind in kinds.items())
+    schema = "entities: {odd: {fields: {" + fields + ", n: int}}}"
+    apply(layer, bundle("odd", schema=schema))
+    layer.insert(
+        "odd",
+        [
+            {
+                "t": text, "i": -(2**62) + n, "f": n / 3, "b": n % 2 == 0, "d": f"-{n}.500", "j": {"k": [text, None, 1.0]},
+                "day": f"2026-01-{n + 1:02}", "at": f"2026-01-01T00:00:{n:02}.000001Z", "n": n,
+            }
+            for n, text in enumerate(ODD)
+        ] + [{"n": 99}],
+    )  # fmt: skip
+    copy = ", ".join(f"{name}2: {{$field: {name}}}" for name in kinds)
+    from livinglayer.bundle.load import of_files
+
+    files = {
+        "bundle.yaml": "name: odd\nversion: 1.1.0\n", "schema.yaml": schema,
+        "migrations/1.1.0.yaml": "steps:\n  - set: {entity: odd, values: {" + copy + "}}\n",
+    }  # fmt: skip
+    layer.fork("try")
+    made = of_files({path: text.encode() for path, text in files.items()})
+    for branch in ("try", "main"):
+        apply(layer, made, branch=branch)
+        rows = layer.query("select * from odd order by n", branch=branch)
+        assert len(rows) == len(ODD) + 1
+        assert all(row[name] == row[f"{name}2"] for row in rows for name in kinds)
+        assert [row["t2"] for row in rows] == [*ODD, None]
+    assert layer.verify()

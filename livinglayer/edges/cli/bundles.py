@@ -29,7 +29,10 @@ def plan_(layer: Layer, args: Namespace, out: Printer) -> None:
 
     bundle, beside = found(args.directory)
     made = plan(layer, bundle, args.branch or "main", acting(args), adopt=args.adopt, beside=beside)
-    show(made, bundle, out)
+    if out.json:
+        out.data({**made.json(), "signer": bundle.signer})
+        return
+    show(made, out)
     if not made.empty:
         way = f"--accept {made.digest}" if made.widens else ""
         where = f"--branch {made.branch} " if made.branch != "main" else ""
@@ -55,7 +58,7 @@ def apply_(layer: Layer, args: Namespace, out: Printer) -> None:
     made = plan(layer, bundle, branch, who, adopt=args.adopt, beside=beside)
     accept = args.accept
     if accept is None:
-        show(made, bundle, out)
+        show(made, out) if not out.json else None
         if made.empty:
             out.data({**made.json(), "applied": False})
             return
@@ -116,12 +119,8 @@ WORDS = {
 }
 
 
-def show(made: Plan, bundle: Any, out: Printer) -> None:
-    """A plan for people or for programs."""
-    if out.json:
-        if not sys.argv[1:2] == ["apply"]:
-            out.data({**made.json(), "signer": signer(bundle)[1]})
-        return
+def show(made: Plan, out: Printer) -> None:
+    """A plan for people."""
     for step in made.steps:
         name, was, now = step.bundle.name, step.before, step.bundle.version
         version = f"{was} → {now}" if was not in (None, now) else f"{now}, new here" if was is None else now
@@ -130,7 +129,7 @@ def show(made: Plan, bundle: Any, out: Printer) -> None:
             + f" {version}"
             + ("" if made.branch == "main" else f" on branch {escape(made.branch)}")
         )
-        print(line + out.paint(f"   {signer(step.bundle)[0]}", DIM), file=out.out)
+        print(line + out.paint(f"   {signer(step.bundle)}", DIM), file=out.out)
         if all(change.action == "keep" for change in step.changes):
             out.say("  nothing to do: the layer is what the bundle says")
         title = None
@@ -199,16 +198,14 @@ def lines(change: Change) -> Iterator[str]:
     yield from rest
 
 
-def signer(bundle: Any) -> tuple[str, str | None]:
-    """Who signed a bundle: for people, and the key."""
+def signer(bundle: Any) -> str:
+    """Who signed a bundle."""
     from livinglayer.bundle.sign import publisher
 
     if bundle.signer is None:
-        return "not signed", None
+        return "not signed"
     name = publisher(bundle.signer)
-    return (
-        f"signed by {name}" if name else f"signed with a key that is not trusted here: {bundle.signer}"
-    ), bundle.signer
+    return f"signed by {name}" if name else f"signed with a key that is not trusted here: {bundle.signer}"
 
 
 # What is applied
