@@ -82,7 +82,7 @@ class Bound(Run):
             self.refused = error
             raise
         if name != "tool":  # what it asks for is asked here once more
-            self.stops.asked(name, asked_for({"rest": rest, **given}, body))
+            self.stops.asked(f"{name}/{rest}", asked_for({} if body else given, body))
         if (over := self.stops.over) is not None:
             raise over  # its keeper ends the box
         try:
@@ -549,7 +549,7 @@ class Kept:
         }  # fmt: skip
 
     def _value(self) -> str:
-        return json.dumps({"principal": self.execution.principal, "contract": self.contract, **self.spent()})
+        return json.dumps({"principal": self.execution.principal, "contract": self.contract, **self.spent(), **self.asked()})
 
     def _watch(self) -> None:
         """What the host saw of it since the last look, as steps."""
@@ -618,9 +618,13 @@ class Kept:
         own: dict[str, float] = {
             "seconds": (datetime.now(UTC) - self.began).total_seconds() - self._waited(), "steps": self.run.before + len(self.run.steps),
             "cpu": used["cpu"], "bytes": used["sent"] + used["received"],
-            **{name: max(self._heard[name], self._said[name]) for name in ("tokens", "money")},
+            **self.asked(),
         }  # fmt: skip
         return {name: amount + lent.get(name, 0) for name, amount in own.items()}
+
+    def asked(self) -> dict[str, float]:
+        """What it has used of models itself: as its host has told, and at least what is recorded."""
+        return {name: max(self._heard[name], self._said[name]) for name in usage.MODELS}
 
     def _over(self) -> LimitExceeded | None:
         """The budget that is used up, if one is."""
@@ -716,7 +720,7 @@ class Kept:
             problem = LayerError("the box is gone, and its host does not know why")
         if self.program is not None:
             told |= self.program.told() | {"branch": self.branch, "proposal": None if problem else self._propose()}
-        told |= {name: amount for name, amount in self.used().items() if name in ("tokens", "money") and amount}
+        told |= {name: amount for name, amount in self.asked().items() if amount}
         if problem is not None:
             status = "denied" if isinstance(problem, Denied) else "failed"
             told["error"] = {"code": problem.code, "message": problem.message, "hint": problem.hint}
