@@ -21,7 +21,10 @@ RESOURCES = {
     "cpu": ("x.cpu", "seconds of CPU"),
     "memory": ("x.memory", "byte-seconds of memory"),
     "bytes": ("x.sent + x.received", "bytes of network"),
+    "tokens": ("", "tokens of models"),
+    "money": ("", "money for models"),
 }
+MODELS = ("tokens", "money")  # which the outcome of a box says
 LIVE = "box/"  # leases of boxes that live now, with what they have used so far
 
 
@@ -61,7 +64,7 @@ def _models(
     layer: Any, by: str, rows: list[dict[str, Any]], where: str, params: dict[str, Any], principal: str | None
 ) -> None:
     """Add what was used of models, which the outcome of a box says; nothing for who may not read executions."""
-    sums = ", ".join(f"sum(cast(e.result ->> '{name}' as float)) as {name}" for name in ("tokens", "money"))
+    sums = ", ".join(f"sum(cast(e.result ->> '{name}' as float)) as {name}" for name in MODELS)
     sql = (
         f"select e.{by}, {sums} from execution e join usage u on u.execution = e.id and e.kind = 'contract'"
         f" {where.replace('at >', 'u.at >')} group by e.{by}"
@@ -142,12 +145,30 @@ def _roles(layer: Any, session: Any, principal: int) -> frozenset[int]:
 
 def spent(layer: Any, quota: Quota, principal: int) -> float:
     """What counts against a quota now: what ended within its window, and what runs."""
+    if quota.resource in MODELS:
+        ended = sum(amount for _, amount in _asked(layer, quota, principal))
+        return ended + _running(layer, quota, principal)
     where, params = _window(layer, quota, principal)
     column, at = RESOURCES[quota.resource][0], layer.engine.schema_prefix
     with layer.engine.reading() as session:
         row = session.one(f"select sum({column}) from {at}ledger_usage x where {where}", params)
     ended = float(row[0]) if row is not None and row[0] is not None else 0.0
     return ended + _running(layer, quota, principal)
+
+
+def _asked(layer: Any, quota: Quota, principal: int) -> Iterator[tuple[str, float]]:
+    """When boxes ended within a quota's window, and what each had used of models; oldest first."""
+    where, params = _window(layer, quota, principal)
+    engine, at = layer.engine, layer.engine.schema_prefix
+    with engine.reading() as session:
+        rows = session.all(
+            f"select {engine.portable('x.at', 'datetime')}, {engine.portable('o.result', 'json')} from {at}ledger_usage x"
+            f" join {at}ledger_outcome o on o.execution = x.execution where x.function is null and {where} order by x.at",
+            params,
+        )
+    for when, text in rows:
+        found = json.loads(text or "{}")
+        yield when, float((isinstance(found, dict) and found.get(quota.resource)) or 0)
 
 
 def _window(layer: Any, quota: Quota, principal: int) -> tuple[str, tuple[Any, ...]]:
@@ -201,7 +222,17 @@ def living(layer: Any) -> Iterator[dict[str, Any]]:
             found = json.loads(value or "")
         except ValueError:
             continue
-        yield {"principal": None, "contract": None, "cpu": 0.0, "memory": 0.0, "sent": 0, "received": 0, **found}
+        yield {
+            "principal": None,
+            "contract": None,
+            "cpu": 0.0,
+            "memory": 0.0,
+            "sent": 0,
+            "received": 0,
+            "tokens": 0,
+            "money": 0.0,
+            **found,
+        }
 
 
 def _over(layer: Any, quota: Quota, principal: int, used: float) -> LimitExceeded:
@@ -234,9 +265,14 @@ def _frees(layer: Any, quota: Quota, principal: int, used: float) -> datetime | 
     column, at = RESOURCES[quota.resource][0], layer.engine.schema_prefix
     moment = layer.engine.portable("x.at", "datetime")
     with layer.engine.reading() as session:
-        for when, amount in session.stream(
-            f"select {moment}, {column} from {at}ledger_usage x where {where} order by x.at", params
-        ):
+        rows = (
+            _asked(layer, quota, principal)
+            if quota.resource in MODELS
+            else session.stream(
+                f"select {moment}, {column} from {at}ledger_usage x where {where} order by x.at", params
+            )
+        )
+        for when, amount in rows:
             used -= amount
             if used < quota.amount:
                 return datetime.fromisoformat(when) + timedelta(seconds=quota.seconds)

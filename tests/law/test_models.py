@@ -11,7 +11,7 @@ from law.models import APIS, HOST, KEY, model_of, rule_of, scripted
 from sandbox.hosts import Host, wait_until
 
 from livinglayer import Layer
-from livinglayer.errors import Invalid
+from livinglayer.errors import Invalid, LimitExceeded
 from livinglayer.jobs.scripted_model import Api, ScriptedModel
 from livinglayer.law import models, tending, usage
 from livinglayer.law import secrets as vault
@@ -126,16 +126,22 @@ def test_tokens_that_are_used_up_end_the_box(office: Layer) -> None:
         assert ask(box, "print(ask('c') and 'fine')") == "fine"
         ended = outcome(office, told)
     assert ended["status"] == "failed" and "over its budget of 1200 tokens: 1500" in ended["result"]["error"]["message"]
+    assert not Sandbox.list(labels={"layer": office.id})
     assert (ended["result"]["tokens"], ended["result"]["money"]) == (1500, 0.0081)
     for by in ("principal", "contract"):
         [row] = [row for row in usage.totals(office, by) if row["tokens"]]
         assert (row[by], row["tokens"], row["money"]) == ({"principal": "owner", "contract": "asker"}[by], 1500, 0.0081)
+    number = office.call("quota.set", contract="asker", resource="tokens", amount=1500, seconds=3600)
+    with pytest.raises(LimitExceeded, match="the contract has used 1500 of 1500 tokens of models") as caught:
+        make(office)
+    assert caught.value.details["quota"] == number and "room again at" in str(caught.value.hint)
+    office.call("quota.set", contract="asker", resource="tokens", amount=1501, seconds=3600)
+    make(office)
     office.principal("ann")
     office.grant("ann", "read", "usage")
     assert [row["tokens"] for row in usage.totals(office, principal="ann")] == [
         0
     ]  # what it may not read adds up to nothing
-    assert not Sandbox.list(labels={"layer": office.id})
 
 
 def test_money_that_is_used_up_ends_the_box(office: Layer) -> None:

@@ -51,7 +51,7 @@ def usage_(layer: Layer, args: Namespace, out: Printer) -> None:
 
 @command(
     "quota set",
-    arg("resource", choices=("executions", "cpu", "memory", "bytes", "boxes")),
+    arg("resource", choices=("executions", "cpu", "memory", "bytes", "boxes", "tokens", "money")),
     arg("amount", type=float, help="how much: a number, seconds of CPU, byte-seconds, bytes"),
     arg("window", metavar="SPAN", help="in any span so long: 60, 15m, 1h, 1d"),
     arg("--of", metavar="WHO", help="a principal; or a role: then each of its holders has this much"),
