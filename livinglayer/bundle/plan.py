@@ -57,7 +57,16 @@ class Change:
 
 
 def _difference(label: str, was: Any, now: Any) -> Iterator[str]:
-    if isinstance(was, str) and isinstance(now, str) and ("\n" in was or "\n" in now):
+    """How a value differs, down to where it does."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping) and was and now:
+        for key in [*was, *(key for key in now if key not in was)]:
+            if was.get(key) != now.get(key):
+                yield from _difference(f"{label}.{key}", was.get(key), now.get(key))
+    elif isinstance(was, list) and isinstance(now, list) and was and now:
+        gone, come = _more(now, was), _more(was, now)
+        said = [*(f"- {_short(each)}" for each in gone), *(f"+ {_short(each)}" for each in come)]
+        yield f"        {label}: {', '.join(said) or 'another order'}"
+    elif isinstance(was, str) and isinstance(now, str) and ("\n" in was or "\n" in now):
         gone, come = was.splitlines(), now.splitlines()
         yield f"        {label}: {len(gone)} → {len(come)} lines"
         yield from (f"          - {line}" for line in gone if line not in come)

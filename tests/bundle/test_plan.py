@@ -67,6 +67,17 @@ def test_lines_mark_what_widens(layer: Layer) -> None:
     assert made.json()["widens"] and made.json()["digest"] == made.digest
 
 
+def test_lines_go_down_to_what_differs(layer: Layer) -> None:
+    apply(layer, desk(), yes=True)
+    changes = swapped("contracts.yaml", "fields: [title, priority]", "fields: [title, note]")
+    changes |= swapped("functions/rank.py", "return 1", "return 2")
+    lines = plan(layer, desk(changes)).lines()
+    assert "        reads.ticket.fields: - priority, + note" in lines
+    assert lines[lines.index("        code: 2 → 2 lines") + 1 :][:2] == [
+        "          -     return 1  # everything is urgent", "          +     return 2  # everything is urgent",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -129,8 +129,9 @@ def test_lists_shows_exports_and_removes(run: Run, tmp_path: Path) -> None:
     assert run("bundle", "remove", "desk").code == 4
 
 
-def test_what_is_in_the_way_is_said_and_can_be_adopted(run: Run) -> None:
-    run("define", "customer", "name=text!")
+def test_what_is_in_the_way_is_said_and_can_be_adopted(run: Run, tmp_path: Path) -> None:
+    with livinglayer.open(tmp_path) as layer:
+        layer.define("customer", {"name": "text!"})
     shown = run("plan", "desk").out
     assert "  x entity customer   (it was not made by a bundle)" in shown
     refused = run("apply", "desk", "--yes")
