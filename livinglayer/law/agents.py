@@ -205,7 +205,7 @@ def _sorted(differences: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
 
 def review(layer: Any, approval: int, principal: str | None = None) -> dict[str, Any]:
     """All that a merge would bring: rows by field, changes of policy and schema, files; and whether the branch has moved on since."""
-    row = _proposal(layer, approval)
+    row = _proposal(layer, approval, principal)
     name, asked = row["branch"], row["request"]
     changes = layer.diff(name, principal=principal) if row["status"] == "pending" else []
     rows, policy = _sorted(changes)
@@ -251,11 +251,11 @@ def proposal(layer: Any, word: str | int) -> int:
     return made
 
 
-def _proposal(layer: Any, number: int) -> dict[str, Any]:
-    try:
-        row = row_by_id(layer, "approval", number)
-    except NotFound:
-        raise NotFound(f"there is no proposal {number}", hint="layer approvals") from None
+def _proposal(layer: Any, number: int, principal: str | None) -> dict[str, Any]:
+    rows = layer.query("select * from approval where id = :id", {"id": number}, principal=principal)
+    if not rows:
+        raise NotFound(f"there is no proposal {number}", hint="layer approvals")
+    row: dict[str, Any] = rows[0]
     if row["action"] != "merge":
         raise Invalid(f"approval {number} is not a merge: it asks to {row['action']}", hint="layer approvals")
     return row

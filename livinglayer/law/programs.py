@@ -55,7 +55,8 @@ class Program:
             found = self.box.printed(self.id, **self.heard)
         except NotFound:
             self.box.info()  # NotFound here: the box itself is gone
-            self._over(self._traced() or {"error": "the host of boxes started again, and its end was not seen"})
+            ended = self._traced() or {"error": "the host of boxes started again, and its end was not seen"}
+            self._over({key: value for key, value in ended.items() if key != "id"})
             return True
         for stream, lost in found.lost.items():
             if lost:
@@ -73,8 +74,7 @@ class Program:
         if running:
             self.id = running[0]
         elif ended := self._traced():
-            self._over(ended)
-            return
+            self.id = ended["id"]
         else:
             try:
                 self.id = self.box.start(self.argv, env={"LAYER_TASK": self.agent["task"]}).id
@@ -88,8 +88,8 @@ class Program:
     def _traced(self) -> dict[str, Any] | None:
         """Its end as the box's trace has it."""
         for event in reversed(self.box.trace()):
-            if event["event"] == "exec" and event.get("argv") == self.argv:
-                return {"exit_code": event.get("exit_code")} | ({"error": event["error"]} if event.get("error") else {})
+            if event["event"] == "exec" and event.get("argv") == self.argv and "id" in event:
+                return {key: event[key] for key in ("id", "exit_code", "error") if event.get(key) is not None}
         return None
 
     def _hear(self, stream: str, data: bytes, at: str) -> None:

@@ -525,8 +525,12 @@ class Kept:
     def _turn(self) -> bool:
         """Look at the agent's program; whether it is over."""
         assert self.program is not None
+        begun = self.program.id is not None
         try:
-            return self.program.turn()
+            over = self.program.turn()
+            if not begun:
+                self._flush()  # whoever comes next shall know it
+            return over
         except (NotFound, Conflict, Unavailable) as error:  # the box is gone, or its host starts again
             log.info("program of execution %s: %s", self.number, error)
             return False
@@ -549,7 +553,9 @@ class Kept:
         }  # fmt: skip
 
     def _value(self) -> str:
-        return json.dumps({"principal": self.execution.principal, "contract": self.contract, **self.spent(), **self.asked()})
+        return json.dumps(
+            {"principal": self.execution.principal, "contract": self.contract, **self.spent(), **self.asked()}
+        )
 
     def _watch(self) -> None:
         """What the host saw of it since the last look, as steps."""

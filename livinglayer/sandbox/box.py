@@ -100,6 +100,8 @@ class Box:
             fields["error"] = command.error.message
         if command.truncated:
             fields["truncated"] = True
+        if command.background:
+            fields["id"] = command.number
         self.trace.add("exec", **fields)
         if command.status is not None and command.status < 0:
             killed = self.spec.cgroup.stats().get("oom_kills", 0)
