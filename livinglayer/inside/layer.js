@@ -322,6 +322,11 @@ const layer = {
     return (await ask("/call", { function: name, arguments: args })).result;
   },
 
+  /** Have an agent of another contract do a task, within both contracts; how it ended, and its answer. */
+  async delegate(contract, task, { slice = null } = {}) {
+    return ask("/delegate", { contract, task, slice });
+  },
+
   /** The rows of a named projection. */
   async projection(name, args = {}) {
     return (await ask("/projection", { name, arguments: args }, true)).rows;
@@ -342,6 +347,11 @@ const layer = {
     if (!name) throw new Invalid(`an artifact needs a name, and ${short(file)} gives none`, "artifact(path, name)");
     const quoted = name.split("/").map(encodeURIComponent).join("/");
     return (await exchange("PUT", `/artifact/${quoted}`, await fs.promises.readFile(file), false, "application/octet-stream")).digest;
+  },
+
+  /** Give the final answer of an agent; once. */
+  async answer(value) {
+    await ask("/return", { value });
   },
 
   /** Who and what this execution is, and what it may do. */

@@ -30,6 +30,7 @@ __all__ = [
     "TimedOut",
     "Unauthenticated",
     "Unavailable",
+    "answer",
     "artifact",
     "call",
     "delegate",
@@ -205,6 +206,11 @@ def artifact(path: str | os.PathLike[str], name: str | None = None) -> str:
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         return _exchange("PUT", "/artifact/" + _quoted(name), file, size, "application/octet-stream")["digest"]
+
+
+def answer(value: Any, /) -> None:
+    """Give the final answer of an agent; once."""
+    _ask("/return", {"value": value})
 
 
 def me() -> dict[str, Any]:

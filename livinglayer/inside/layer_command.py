@@ -27,6 +27,8 @@ usage: layer query SQL [NAME=VALUE…]              rows of one SELECT; SQL - is
        layer secret NAME                          print a secret, where it may be read
        layer emit NAME [NAME=VALUE…]              tell of something that happened
        layer artifact PATH [--name NAME]          keep a file with the execution, print its digest
+       layer delegate CONTRACT TASK               have an agent of another contract do it, print its end
+       layer answer TEXT                          give the final answer of an agent; - reads it from stdin
        layer slice                                print the path of a fresh local SQLite file of the slice
        layer me                                   who this execution is and what it may do
 A VALUE is JSON where it is JSON (3, 2.5, true, null, "3"), else the text itself. In place of NAME=VALUE words there may be
@@ -45,6 +47,8 @@ VERBS: dict[str, tuple[tuple[str, ...], bool, tuple[str, ...]]] = {
     "secret": (("NAME",), False, ()),
     "emit": (("NAME",), True, ()),
     "artifact": (("PATH",), False, ("--name",)),
+    "delegate": (("CONTRACT", "TASK"), False, ()),
+    "answer": (("TEXT",), False, ()),
     "slice": ((), False, ()),
     "me": ((), False, ()),
 }
@@ -117,6 +121,8 @@ def run(verb: str, words: list[str]) -> Any:
         if "--on" not in flags:
             raise layer.Invalid("layer upsert needs --on NAME", hint="layer --help")
         return layer.upsert(own[0], given_values, on=flags["--on"].split(","))
+    if verb == "answer":
+        return layer.answer(sys.stdin.read().strip() if own[0] == "-" else own[0])
     if verb == "artifact":
         return layer.artifact(own[0], flags.get("--name"))
     return getattr(layer, verb)(*own, **given_values)

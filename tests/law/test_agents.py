@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,7 +223,7 @@ first = layer.one("select id, priority from ticket order by id")
 layer.update("ticket", first["id"], priority=first["priority"] + 10)
 print("task:", os.environ["LAYER_TASK"])
 print("to stderr", file=sys.stderr)
-layer._ask("/return", {"value": {"done": first["id"]}})
+layer.answer({"done": first["id"]})
 """
 
 
@@ -236,6 +238,19 @@ def test_any_command_can_be_an_agent(office: Layer) -> None:
         {"priority": 10}
     ]
     assert office.query("select priority from ticket where id = :id", {"id": first}) == [{"priority": 0}]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "layer answer 'all is done'",
+        "echo all is done | layer answer -",
+        ["node", "-e", "require('layer').answer('all is done')"],
+    ],
+)
+def test_a_program_gives_its_answer(office: Layer, command: Any) -> None:
+    ended = outcome(office, told := run(office, command=command))
+    assert (ended["status"], ended["result"]["answer"]) == ("done", "all is done"), printed(office, told)
 
 
 @pytest.mark.parametrize(
@@ -607,3 +622,47 @@ def test_an_agent_whose_host_dies_has_an_end(layer: Layer, own_host: Host) -> No
         assert len(steps(layer, told, "program")) == 1
     finally:
         tending.of(layer).close()
+
+
+# A coding agent of somebody else's: Claude Code, where `pip install claude-agent-sdk` has brought it
+
+
+CLAUDE = importlib.util.find_spec("claude_agent_sdk")
+
+
+@pytest.mark.skipif(CLAUDE is None, reason="claude-agent-sdk is not installed")
+def test_claude_code_is_an_agent_whose_key_is_outside_and_whose_tokens_are_counted(office: Layer) -> None:
+    assert CLAUDE is not None and CLAUDE.origin is not None
+    first = office.query("select min(id) as id from ticket")[0]["id"]
+    script = [
+        {"text": "I look.", "calls": [("Bash", {"command": "layer query 'select id from ticket'", "description": "Look"})], "usage": (1000, 10)},
+        {"calls": [("Bash", {"command": f"layer update ticket {first} priority=9; env", "description": "Set"})], "usage": (1100, 11)},
+        {"text": "It has priority 9.", "usage": (1200, 12)},
+    ]  # fmt: skip
+    with scripted(script) as model:
+        office.call("secret.set", name="MODEL_KEY", value=KEY)
+        office.call(
+            "blueprint.define", name="coding", limits={"memory": "2G", "pids": 256, "disk": "1G"}, egress=[rule_of(model)], secrets=["MODEL_KEY"],
+            mounts=[{"source": str(Path(CLAUDE.origin).parent / "_bundled"), "target": "/opt/claude", "readonly": True}],
+            environment={"ANTHROPIC_BASE_URL": "http://model.test", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        )  # fmt: skip
+        program = (
+            'ANTHROPIC_API_KEY="$MODEL_KEY" /opt/claude/claude --bare --model claude-sonnet-4-5 -p "$LAYER_TASK" '
+            "--dangerously-skip-permissions < /dev/null | layer answer -"
+        )
+        office.call(
+            "contract.define", {**CLERK, "blueprint": "coding", "model": model_of("anthropic"), "program": program}
+        )
+        told = run(office, principal=None)
+        ended = outcome(office, told, 120)
+        assert {request.headers["x-api-key"] for request in model.requests} == {KEY}
+        assert all(KEY not in str(request.body) for request in model.requests)
+    assert (ended["status"], ended["result"]["answer"]) == ("done", "It has priority 9."), printed(office, told)
+    assert [(one["detail"]["input"], one["detail"]["output"]) for one in steps(office, told, "model")] == [
+        (1000, 10),
+        (1100, 11),
+        (1200, 12),
+    ]
+    assert office.query("select priority from ticket where id = :id", {"id": first}, branch=told["branch"]) == [
+        {"priority": 9}
+    ]
