@@ -130,9 +130,7 @@ class Applying:
         tx, step = self.tx, self.step
         if not step.changes:
             return
-        for label, work in step.migrations:
-            with self.naming("migration", label):
-                migrations.run(tx, work, step.wanted)
+        migrations.run(tx, step.migrations, step.wanted, self.naming)
         # What is there by now: a migration may have done some of it.
         found = _found(tx)
         there = standing(found, step)

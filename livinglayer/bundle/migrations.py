@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import takewhile
 from typing import Any
 
-from ..errors import Conflict, Invalid
+from ..errors import Conflict, Invalid, LayerError
 from ..substrate import evolve
 from ..substrate.ledger import Tx
 from ..substrate.predicates import Env, compile_predicate
@@ -124,8 +126,53 @@ def foresee(step: Mapping[str, Any], there: Items, owned: dict[Key, int | None])
 # What it does
 
 
-def run(tx: Tx, step: Mapping[str, Any], wanted: Mapping[Key, Spec]) -> int:
-    """Do a step; how many rows it changed. `wanted` are the definitions of the version that it leads to."""
+def run(
+    tx: Tx,
+    due: Sequence[tuple[str, Mapping[str, Any]]],
+    wanted: Mapping[Key, Spec],
+    naming: Callable[[str, str], AbstractContextManager[None]],
+) -> None:
+    """Do the steps in order. `wanted` are the definitions of the version that they lead to."""
+    left = _lifted(due)
+    while left:
+        together = _together(left)
+        if together:
+            _rewrite(tx, together, wanted, naming)
+        else:
+            with naming("migration", left[0][0]):
+                _alter(tx, left[0][1])
+        left = left[len(together) or 1 :]
+
+
+def _lifted(due: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The same with new fields made before rows are gone through that know nothing of them: that can be done at once then."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for label, step in due:
+        kind, given = parts(step)
+        place = len(found)
+        while kind == "add" and place and _of_rows(found[place - 1][1]) == given["entity"]:
+            place -= 1
+        found.insert(place, (label, step))
+    return found
+
+
+def _of_rows(step: Mapping[str, Any]) -> str | None:
+    """The entity whose rows a step changes one by one, each looking at nothing but itself."""
+    kind, given = parts(step)
+    alone = kind == "backfill" or (kind == "set" and "." not in (given.get("where") or ""))
+    return given["entity"] if alone else None
+
+
+def _together(left: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The first steps that go through the rows of one entity and can do so at once."""
+    entity = _of_rows(left[0][1])
+    if entity is None:
+        return list(left[:1]) if parts(left[0][1])[0] == "set" else []
+    return list(takewhile(lambda each: _of_rows(each[1]) == entity, left))
+
+
+def _alter(tx: Tx, step: Mapping[str, Any]) -> None:
+    """A step that changes the schema alone."""
     kind, given = parts(step)
     entity = given["entity"]
     if kind == "rename":
@@ -136,49 +183,101 @@ def run(tx: Tx, step: Mapping[str, Any], wanted: Mapping[Key, Spec]) -> int:
         evolve.alter(tx, entity, {}, {}, {given["field"]: given["to"]}, (), {}, None, None)
     elif kind == "add":
         evolve.alter(tx, entity, given["fields"], {}, {}, (), {}, None, None)
-    elif kind == "drop" and given.get("field"):
+    elif given.get("field"):
         evolve.alter(tx, entity, {}, {}, {}, (given["field"],), {}, None, None)
-    elif kind == "drop":
-        evolve.drop(tx, entity)
-    elif kind == "backfill":
-        done, lost = evolve.backfill(tx, entity, given["field"])
-        if lost:
-            raise Conflict(
-                f"{lost} of {done} values of {entity}.{given['field']} can't be converted",
-                hint="set them to something that can be, in a step before the retype",
-            )
-        return done
     else:
-        return _set(tx, tx.schema.get(entity), given, wanted)
-    return 0
+        evolve.drop(tx, entity)
 
 
-def _set(tx: Tx, entity: Entity, given: Mapping[str, Any], wanted: Mapping[Key, Spec]) -> int:
-    """Give fields of all rows, or of those that meet a condition, a value or that of another field."""
-    predicate = compile_predicate(given["where"], tx.schema, entity) if given.get("where") else None
-    fields = [entity.get(label) for label in given["values"]]
-    values = [(f, _value(tx, entity, f, given["values"][f.name], wanted)) for f in fields]
+def _rewrite(
+    tx: Tx,
+    due: Sequence[tuple[str, Mapping[str, Any]]],
+    wanted: Mapping[Key, Spec],
+    naming: Callable[[str, str], AbstractContextManager[None]],
+) -> None:
+    """Go through the rows of an entity once, for all of these steps."""
+    entity = tx.schema.get(parts(due[0][1])[1]["entity"])
     table = tx.work.table(entity)
+    acts: list[tuple[str, _Set | _Backfill]] = []
+    for label, step in due:
+        with naming("migration", label):
+            kind, given = parts(step)
+            acts.append(
+                (label, _Set(tx, entity, table, given, wanted) if kind == "set" else _Backfill(entity, table, given))
+            )
 
     def changed() -> Iterator[tuple[int, Row, list[Stored]]]:
         for number, row in table.scan(tx.session, tx.chain):
-            if not tx._in_slice(entity, table, number, row.values):
+            if tx.slices and not tx._in_slice(entity, table, number, row.values):
                 continue
-            if predicate is not None:
-                state = table.named(entity, row.values, number)
-                if predicate.test(Env(state, tx.policy.me, tx._follow)) is not True:
-                    continue
             after = list(row.values)
-            fresh = [(f, turn(table, row.values)) for f, turn in values]
-            for f, value in fresh:
-                if value is None and f.required:
-                    raise Conflict(f"{entity.name}/{number} would have no {f.name}, which is required")
-                table.set(f, after, value)
+            for label, act in acts:
+                try:
+                    act(number, after)
+                except LayerError:
+                    with naming("migration", label):
+                        raise
             if after != row.values:
                 yield number, row, after
 
+    fields = [f for _, act in acts for f in act.fields]
     places = sorted({place for f in fields for place in table.set(f, [None] * len(table.columns), None)})
-    return tx.rewrite(entity, changed(), tuple(places), {f.name for f in fields})
+    names = {f.name for _, act in acts if isinstance(act, _Set) for f in act.fields}
+    with naming("migration", acts[-1][0]) if len(acts) == 1 else nullcontext():
+        tx.rewrite(entity, changed(), tuple(places), names)
+    for label, act in acts:
+        if isinstance(act, _Backfill):
+            with naming("migration", label):
+                act.end(tx)
+
+
+class _Backfill:
+    """A step that converts what still has its old type."""
+
+    def __init__(self, entity: Entity, table: Table, given: Mapping[str, Any]) -> None:
+        self.entity, self.table, self.field = entity, table, entity.get(given["field"])
+        if not self.field.was:
+            raise Invalid(f"{entity.name}.{self.field.name} is not being retyped")
+        self.fields, self.old = [self.field], table.index[self.field.was["store"]]
+        self.done = self.lost = 0
+
+    def __call__(self, number: int, values: list[Stored]) -> None:
+        if values[self.old] is not None:
+            stored = self.table.value(self.field, values)
+            self.done += 1
+            self.lost += stored is None
+            self.table.set(self.field, values, stored)
+
+    def end(self, tx: Tx) -> None:
+        if self.lost:
+            raise Conflict(
+                f"{self.lost} of {self.done} values of {self.entity.name}.{self.field.name} can't be converted",
+                hint="set them to something that can be, in a step before the retype",
+            )
+        evolve.retyped(tx, self.field)
+
+
+class _Set:
+    """A step that gives fields of all rows, or of those that meet a condition, a value or that of another field."""
+
+    def __init__(
+        self, tx: Tx, entity: Entity, table: Table, given: Mapping[str, Any], wanted: Mapping[Key, Spec]
+    ) -> None:
+        self.tx, self.entity, self.table = tx, entity, table
+        self.predicate = compile_predicate(given["where"], tx.schema, entity) if given.get("where") else None
+        self.fields = [entity.get(label) for label in given["values"]]
+        self.values = [(f, _value(tx, entity, f, given["values"][f.name], wanted)) for f in self.fields]
+
+    def __call__(self, number: int, values: list[Stored]) -> None:
+        table = self.table
+        if self.predicate is not None:
+            state = table.named(self.entity, values, number)
+            if self.predicate.test(Env(state, self.tx.policy.me, self.tx._follow)) is not True:
+                return
+        for f, value in [(f, turn(table, values)) for f, turn in self.values]:
+            if value is None and f.required:
+                raise Conflict(f"{self.entity.name}/{number} would have no {f.name}, which is required")
+            table.set(f, values, value)
 
 
 Turn = Callable[[Table, Sequence[Stored]], Stored]
@@ -186,16 +285,30 @@ Turn = Callable[[Table, Sequence[Stored]], Stored]
 
 def _value(tx: Tx, entity: Entity, f: Field, value: Any, wanted: Mapping[Key, Spec]) -> Turn:
     """What makes the new value from a row."""
+    coming = wanted.get(("field", f"{entity.name}.{f.name}"), {}).get("options") or {}
+    chosen = f.type in ("enum", "state")
+    known = {
+        *f.values,
+        *coming.get("values", ()),
+        *coming.get("transitions", ()),
+    }  # also what only the coming version knows
     if isinstance(value, Mapping) and set(value) == {"$field"}:
         other = entity.get(value["$field"])
         if not convertible(other.type, f.type):
             raise Invalid(
                 f"{entity.name}.{f.name}: {other.type} can't become {f.type}", hint="set it to a value instead"
             )
-        return lambda table, values: convert(other.type, f.type, table.value(other, values))
-    coming = wanted.get(("field", f"{entity.name}.{f.name}"), {}).get("options") or {}
-    known = {*f.values, *coming.get("values", ()), *coming.get("transitions", ())}
-    if f.type in ("enum", "state") and value in known:  # also what only the coming version knows
+        if not chosen:
+            return lambda table, values: convert(other.type, f.type, table.value(other, values))
+
+        def choose(table: Table, values: Sequence[Stored]) -> Stored:
+            found = convert(other.type, f.type, table.value(other, values))
+            if found is not None and found not in known:
+                raise Conflict(f"{entity.name}.{f.name}: {found!r:.60} is not one of its values")
+            return found
+
+        return choose
+    if chosen and value in known:
         return lambda table, values: value
     stored = tx._encoded(entity, {f.name: value}, partial=True)[f.name]
     return lambda table, values: stored

@@ -335,8 +335,13 @@ def backfill(tx: Tx, name: str, label: str) -> tuple[int, int]:
             yield number, row, values
 
     done = tx.rewrite(entity, converted(), tuple(sorted((table.index[f.store], table.index[former]))), set())
-    tx.record(FIELD, {"was": None}, f.id)
+    retyped(tx, f)
     return done, lost
+
+
+def retyped(tx: Tx, f: Field) -> None:
+    """No row has a field's former column any more."""
+    tx.record(FIELD, {"was": None}, f.id)
 
 
 def describe(tx: Tx, name: str, description: str | None) -> None:

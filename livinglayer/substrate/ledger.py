@@ -578,7 +578,7 @@ class Tx:
             raise Denied(f"{entity.name!r} is not written like that")
         table, done, rest = self.work.table(entity), 0, iter(rows)
         checked = bool(names) and bool(self.schema.rules(entity) or entity.spanning & names)
-        while part := list(itertools.islice(rest, 1000)):
+        while part := list(itertools.islice(rest, 5000)):
             if checked:
                 for number, _, values in part:
                     self._constrain(entity, table, number, values, names)

@@ -124,6 +124,8 @@ def _unnested(columns: Sequence[tuple[str, str]]) -> str:
 
 def _array(values: Sequence[Any]) -> str:
     """Values as the text of an array: psycopg's own takes many times as long."""
+    if set(map(type, values)) == {int}:
+        return "{" + ",".join(map(str, values)) + "}"
     return "{" + ",".join([_element(value) for value in values]) + "}"
 
 

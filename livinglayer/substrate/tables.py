@@ -15,7 +15,7 @@ from .values import Stored, convert
 from .views import Chain, arm_count, arms
 
 CHUNK = 500  # rows read with one statement
-SCANNED = 2000  # rows of a scan that are held at once
+SCANNED = 5000  # rows of a scan that are held at once
 
 
 @dataclass(slots=True)

@@ -290,3 +290,32 @@ def test_values_of_every_type_survive_a_change_of_many_rows(layer: Layer) -> Non
         assert all(row[name] == row[f"{name}2"] for row in rows for name in kinds)
         assert [row["t2"] for row in rows] == [*ODD, None]
     assert layer.verify()
+
+
+def test_steps_that_go_through_rows_at_once_do_what_they_do_one_by_one(shop: Layer) -> None:
+    """A later one sees what an earlier one did; one that looks at other rows sees those as they are by then."""
+    steps = """
+steps:
+  - set: {entity: item, values: {qty: 1}}
+  - add: {entity: item, fields: {color: text}}
+  - set: {entity: item, where: qty = 1 and status = 'old', values: {qty: 2, color: red}}
+  - retype: {entity: item, field: qty, to: text}
+  - set: {entity: item, where: qty = '2', values: {gone: {$field: qty}}}
+  - backfill: {entity: item, field: qty}
+  - set: {entity: part, where: of.qty = '1', values: {size: 9}}
+"""
+    schema = ITEMS.replace("qty: int", "qty: text").replace("gone: text", "gone: text, color: text")
+    apply(shop, later(steps, schema), yes=True)
+    counted = "select qty, color, gone, count(*) as n from item group by qty, color, gone order by qty"
+    assert shop.query(counted) == [
+        {"qty": "1", "color": None, "gone": "x", "n": 100}, {"qty": "2", "color": "red", "gone": "2", "n": 100},
+    ]  # fmt: skip
+    assert shop.query("select size from part") == [{"size": 9}]
+    assert plan(shop, later(steps, schema)).empty and shop.verify()
+
+
+def test_a_choice_is_never_filled_with_what_it_does_not_know(shop: Layer) -> None:
+    wrong = "steps:\n  - set: {entity: item, values: {status: {$field: name}}}\n"
+    with pytest.raises(Conflict, match=r"migration 1.1.0/1: item.status: 'item 0' is not one of its values"):
+        apply(shop, later(wrong, ITEMS), yes=True)
+    assert shop.query("select distinct status from item order by status") == [{"status": "draft"}, {"status": "old"}]
