@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, Literal
 
 APIS = ("anthropic", "openai")
 MOST = 10**9  # tokens that one answer can be of; what claims more counts as this many
 LINE = 1 << 20  # bytes of one server-sent event
-WHOLE = 4 << 20  # bytes of an answer in one piece of JSON
+WHOLE = (
+    1 << 20
+)  # bytes of an answer in one piece of JSON that is read while it passes; of a larger one, what its end says
+TAIL = 1 << 16
 BYTES = 3  # of text for each token, where nobody counted: rather too many tokens than too few
 BLOCKS = 10_000  # parts of one answer that are told apart
+_USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')  # within a text its quotes would be escaped
 
 
 class Reader:
@@ -42,13 +47,17 @@ class Reader:
     def feed(self, data: bytes) -> None:
         """The next piece."""
         self._size += len(data)
-        if self._stream is None and (start := (bytes(self._held) + data).lstrip()[:6]):
-            self._stream = start.startswith((b"data:", b"event:", b":"))
+        if self._stream is None and (start := data.lstrip()[:1]):
+            self._stream = start not in b"{["
         self._held += data
         if self._stream:
-            self._lines()
-        elif len(self._held) > WHOLE:
-            del self._held[WHOLE:]  # it can't be read any more, but it was this much
+            if b"\n" in data:
+                self._lines()
+            if len(self._held) > LINE:
+                self._held.clear()
+                self._skipping = True
+        elif self._size > WHOLE and not self._keep and len(self._held) > 2 * TAIL:
+            del self._held[:-TAIL]
 
     def _lines(self) -> None:
         *lines, rest = self._held.split(b"\n")
@@ -58,9 +67,6 @@ class Reader:
                 self._skipping = False
                 continue
             self._line(bytes(line).rstrip(b"\r"))
-        if len(self._held) > LINE:
-            self._held.clear()
-            self._skipping = True
 
     def _line(self, line: bytes) -> None:
         name, _, value = line.partition(b":")
@@ -86,14 +92,27 @@ class Reader:
         if self._stream:
             self._line(bytes(self._held).rstrip(b"\r"))
             self._line(b"")
-        elif self._size <= WHOLE:
+        elif self._size <= WHOLE or self._keep:
             self._message(bytes(self._held))
+        else:
+            self._ends_with(bytes(self._held[-TAIL:]))
         self._held.clear()
         for call in self.calls:
             call["arguments"] = _parsed(call["arguments"])
         for block in self.blocks:
             if block.get("type") == "tool_use":
                 block["input"] = _parsed(block["input"])
+
+    def _ends_with(self, data: bytes) -> None:
+        """The counts of an answer that is too large to be read."""
+        for found in _USAGE.finditer(data):
+            try:
+                usage, _ = json.JSONDecoder().raw_decode(
+                    data[found.end() : found.end() + 4096].decode("utf-8", "replace")
+                )
+                self._usage(usage)
+            except (ValueError, RecursionError):
+                continue
 
     # What it means
 

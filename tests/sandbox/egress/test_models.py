@@ -229,10 +229,29 @@ def test_what_it_holds_has_an_end() -> None:
         assert len(reader._held) <= models.LINE
     reader.feed(b"\n\n" + OPENAI_STREAM)
     assert reader.tokens(1, 200, True)["input"] == 100  # it goes on after the line that was too long
-    whole = Reader()
-    for _ in range(64):
-        whole.feed(b"{" + b" " * (1 << 20))
-        assert len(whole._held) <= models.WHOLE
+    for start in (b"{", b" "):
+        whole = Reader()
+        for _ in range(64):
+            whole.feed(start + b" " * (1 << 20))
+            assert len(whole._held) <= 2 * models.WHOLE
+    dripping = Reader("text/event-stream")
+    for _ in range(models.LINE // 2):
+        dripping.feed(b"x")  # each byte costs the same
+    dripping.feed(b"\n\n" + OPENAI_STREAM)
+    assert dripping.tokens(1, 200, True)["input"] == 100
+
+
+def test_of_a_large_answer_the_end_is_read() -> None:
+    lie = '"usage": {"input_tokens": 0, "output_tokens": 0}'
+    large = json.dumps({**MESSAGE, "content": [{"type": "text", "text": lie + "x" * (3 << 20) + lie}]})
+    for body in (large, json.dumps({"data": [0.25] * 400_000, "usage": {"prompt_tokens": 3210, "total_tokens": 3210}})):
+        reader = Reader("application/json")
+        for at in range(0, len(body), 5000):
+            reader.feed(body[at : at + 5000].encode())
+        reader.end()
+        found = reader.tokens(1, 200, True)
+        assert found["input"] == 3210 and found["output"] in (0, 40) and "estimated" not in found
+    assert read(large.encode()).said()["text"].startswith(lie)  # whoever has time reads all of it
 
 
 @pytest.mark.parametrize("rule", [
