@@ -11,6 +11,7 @@ from pathlib import Path
 import livinglayer
 from livinglayer.bundle.apply import apply
 from livinglayer.bundle.load import load
+from livinglayer.edges.cli.table import counted
 from livinglayer.errors import LayerError
 
 BUNDLE = Path(__file__).parent.parent / "bundles" / "helpdesk"
@@ -20,7 +21,7 @@ NEXT = """
 
   Try:
     . .venv/bin/activate && cd {home}
-    layer demo                                       the tour: everything below and more, in a minute
+    layer demo                                       the tour: everything below and more, in a quarter of a minute
 
     layer query 'select id, title, status, team, priority from ticket'
     layer query 'select id, title from ticket' --as cara        what a customer sees of it
@@ -28,9 +29,9 @@ NEXT = """
     layer can cara read ticket                       and why
     layer insert ticket title='The app is slow' customer={cara} --as cara
     layer log                                        who changed what, when and why
-    layer why ticket/{ticket}.priority                  by which code, called by what, allowed by whom
+    layer why ticket/{ticket}.priority                 by which code, called by what, allowed by whom
     layer executions                                 everything that ran
-    layer replay {execution} --verify                    again, in a fresh box, compared step by step
+    layer replay {execution} --verify                       again, in a fresh box, compared step by step
 
     layer fork idea                                  a second reality; then --branch idea, diff, merge, discard
     layer plan ../bundles/personal                   another app: what it would change, and what it opens
@@ -77,7 +78,11 @@ def main(home: Path) -> int:
     try:
         with livinglayer.open(home, create=True) as layer:
             found = apply(layer, load(BUNDLE), yes=True, reason="make up")
-            done = "nothing had to be changed" if found.empty else f"{len(found.changes)} changes in one transaction"
+            done = (
+                "nothing had to be changed"
+                if found.empty
+                else f"{counted(len(found.changes), 'change')} in one transaction"
+            )
             print(f"{'There was already' if existed else 'Made'} a layer in {home}; applied {BUNDLE.name}: {done}.")
             worker = "Boxes above tier process need root: sudo make up runs the worker."
             if os.geteuid() == 0:
