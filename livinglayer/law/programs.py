@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -15,6 +16,7 @@ from . import secrets as vault
 from .executions import INLINE, STEPS, Run, digest
 
 SHOWN = 64 << 10  # bytes of output that steps hold themselves; more is stored by content
+RARELY = 30.0  # seconds between two of those
 TOGETHER = 0.5  # seconds within which what is printed is one step
 LOOP = ["python3", "-m", "layer_agent"]  # what an agent is whose contract names no program
 
@@ -27,7 +29,7 @@ class Program:
         self.argv: list[str] = list(agent["argv"])
         self.id: int | None = None
         self.heard = {"stdout": 0, "stderr": 0}
-        self.shown = 0
+        self.shown, self._looked = 0, time.monotonic()
         self.exit: dict[str, Any] | None = None  # how it ended
         self.answer: dict[str, Any] | None = None  # what it returned
         self.kept: set[str] = set()  # names of artifacts
@@ -58,6 +60,8 @@ class Program:
             ended = self._traced() or {"error": "the host of boxes started again, and its end was not seen"}
             self._over({key: value for key, value in ended.items() if key != "id"})
             return True
+        if not found.over and self._later(sum(len(data) for _, data, _ in found.pieces)):
+            return False
         for stream, lost in found.lost.items():
             if lost:
                 self.run.steps.append(("output", {"stream": stream, "lost": lost}, now()))
@@ -67,6 +71,13 @@ class Program:
         if found.over:
             self._over({"exit_code": found.exit_code} | ({"error": found.error} if found.error else {}))
         return bool(found.over)
+
+    def _later(self, size: int) -> bool:
+        """Whether what is new can wait: a program that prints for hours takes few steps."""
+        if self.shown < SHOWN or size >= SHOWN or time.monotonic() - self._looked > RARELY:
+            self._looked = time.monotonic()
+            return False
+        return True
 
     def _start(self) -> None:
         """Start it, unless somebody did and ended before it was recorded."""

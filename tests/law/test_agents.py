@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -353,6 +354,43 @@ def test_an_agent_is_stopped_by_its_principal_or_an_owner(office: Layer) -> None
         office.call("agent.stop", agent=str(told["execution"]))
     with pytest.raises(NotFound, match="no agent 'nobody'"):
         office.call("agent.stop", agent="nobody")
+
+
+def test_an_agent_that_waits_for_a_yes_can_be_stopped(office: Layer) -> None:
+    approvals = [{"action": "insert", "resource": "ticket"}]
+    office.call("contract.define", {**CLERK, "blueprint": "small", "approvals": approvals})
+    told = run(office)
+    wait_until(lambda: office.query("select id from approval"), "it asks", 30)
+    office.call("agent.stop", agent=told["branch"])
+    ended = outcome(office, told)
+    assert (ended["status"], ended["result"]["error"]["message"]) == (
+        "failed",
+        "it was stopped before its program ended",
+    )
+    assert office.query("select status from approval") == [{"status": "withdrawn"}]
+    assert titles(office, told["branch"]) == titles(office)
+
+
+def test_an_agent_whose_branch_is_closed_meanwhile_ends_and_proposes_nothing(office: Layer) -> None:
+    told = run(office, command="layer insert ticket title=half; sleep 2; layer insert ticket title=more")
+    wait_until(lambda: "half" in titles(office, told["branch"]), "it works", 30)
+    office.discard(told["branch"])
+    ended = outcome(office, told)
+    assert (ended["status"], ended["result"]["proposal"]) == ("failed", None)
+    assert "no branch" in printed(office, told)
+    told = run(office, command="layer insert ticket title=half; sleep 2")
+    wait_until(lambda: "half" in titles(office, told["branch"]), "it works", 30)
+    office.discard(told["branch"])
+    ended = outcome(office, told)
+    assert (ended["status"], ended["result"]["proposal"]) == ("done", None)
+    assert not Sandbox.list(labels={"layer": office.id})
+
+
+@pytest.mark.parametrize("name", ["Big Idea", "7", "!!", "x" * 80, "a__b"])
+def test_an_agent_is_called_by_a_name_that_branches_and_boxes_can_have(office: Layer, name: str) -> None:
+    told = run(office, name=name, command="true")
+    assert outcome(office, told)["status"] == "done"
+    assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", told["branch"]) and len(told["branch"]) <= 48
 
 
 def test_an_agent_whose_box_dies_has_an_end_that_says_so(office: Layer) -> None:
