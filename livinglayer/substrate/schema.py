@@ -464,7 +464,7 @@ _ENTITIES: dict[str, tuple[str, dict[str, str | dict[str, Any]], list[list[str]]
     ),
     "approval": (
         "What somebody must allow before it happens: an act of a box, or a merge.",
-        {"execution": "int!", "contract": "text", "principal": {"type": "ref", "to": "principal", "on_delete": "null"},
+        {"execution": {"type": "int", "required": True, "indexed": True}, "contract": "text", "principal": {"type": "ref", "to": "principal", "on_delete": "null"},
          "branch": "text!", "action": "text!", "resource": "text!", "request": "json", "digest": "text!", "rule": "json",
          "reason": "text",
          "status": {"type": "state", "transitions": {"pending": ["approved", "refused", "expired", "withdrawn"],

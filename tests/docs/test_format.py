@@ -302,10 +302,17 @@ def test_the_three_tables_have_the_columns_listed(engine: str, blank: str) -> No
 
 def options(field: dict[str, Any], entity: str) -> dict[str, Any]:
     """What a field's row says, from the words of the page."""
-    row: dict[str, Any] = {"required": False, "target": None, "on_delete": "restrict", "initial": None, "options": None}
+    row: dict[str, Any] = {
+        "required": False,
+        "indexed": False,
+        "target": None,
+        "on_delete": "restrict",
+        "initial": None,
+        "options": None,
+    }
     for word in filter(None, re.split(r"; (?!`)", field["options"])):
-        if word == "required":
-            row["required"] = True
+        if word in ("required", "indexed"):
+            row[word] = True
         elif found := re.fullmatch(r"to `(\w+)`, on delete (\w+)", word):
             row["target"], row["on_delete"] = found.groups()
         elif word.startswith("one of "):
@@ -337,7 +344,7 @@ def test_the_systems_entities_are_those_listed(layer: Layer) -> None:
         expected_fields += [
             {
                 "id": f["id"], "entity": entity["id"], "name": f["name"], "type": f["type"], "store": f"{f['name']}_{f['id']}", "uniq": False,
-                "indexed": False, "rule": None, "description": None, "annotations": None, "was": None, **options(f, entity["name"]),
+                "rule": None, "description": None, "annotations": None, "was": None, **options(f, entity["name"]),
             }
             for f in entity["fields"]
         ]  # fmt: skip
