@@ -335,7 +335,7 @@ class Applying:
                     continue
                 given = {label: self.seeded(rows, value) for label, value in values.items()}
                 number = self.tx.insert(seed.entity, given, loading=True)
-                rows.add(self.tx, seed.entity, number)
+                rows.add(self.tx, seed.entity, number, given)
 
     def seeded(self, rows: Rows, value: Any) -> Any:
         if not isinstance(value, Mapping) or set(value) not in ({"$ref"}, {"$principal"}):

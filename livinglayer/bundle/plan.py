@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
 from ..errors import Conflict, Denied, Invalid
 from ..law.blueprints import weaker
+from ..law.functions import parts
 from ..substrate.reads import clock
 from ..substrate.schema import OWNER
 from . import migrations
@@ -50,10 +53,10 @@ class Change:
         yield f"{'!' if self.widens else ' '} {MARKS[self.action]} {self.kind} {self.name}" + (
             f"   ({self.why})" if self.why else ""
         )
-        if self.action == "change":
-            for label in self.after or {}:
-                was, now = (self.before or {}).get(label), (self.after or {})[label]
-                yield from _difference(label, was, now)
+        if self.action in ("change", "adopt"):
+            was, now = shorter(self.before or {}, self.after or {})
+            for label in now:
+                yield from _difference(label, was[label], now[label])
 
 
 def _difference(label: str, was: Any, now: Any) -> Iterator[str]:
@@ -69,15 +72,23 @@ def _difference(label: str, was: Any, now: Any) -> Iterator[str]:
     elif isinstance(was, str) and isinstance(now, str) and ("\n" in was or "\n" in now):
         gone, come = was.splitlines(), now.splitlines()
         yield f"        {label}: {len(gone)} → {len(come)} lines"
-        yield from (f"          - {line}" for line in gone if line not in come)
-        yield from (f"          + {line}" for line in come if line not in gone)
+        for do, i, j, k, m in _edits(gone, come):
+            yield from (f"          - {line}" for line in gone[i:j] if do != "equal")
+            yield from (f"          + {line}" for line in come[k:m] if do != "equal")
     else:
         yield f"        {label}: {_short(was)} → {_short(now)}"
 
 
+def _edits(was: list[str], now: list[str]) -> Sequence[tuple[str, int, int, int, int]]:
+    """Which lines take the place of which; of long texts all together, since comparing those takes too long."""
+    if max(len(was), len(now)) > 2000:
+        return [("replace", 0, len(was), 0, len(now))]
+    return SequenceMatcher(None, was, now, autojunk=False).get_opcodes()
+
+
 def _short(value: Any) -> str:
     text = "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 200 else text[:199] + "…"
+    return text if len(text) <= 4000 else text[:3999] + "…"
 
 
 @dataclass
@@ -126,11 +137,11 @@ class Plan:
         """What `accept` names: another one for any other bundle, branch or difference."""
         said = [
             self.branch,
-            [[s.bundle.name, s.bundle.digest, s.before] for s in self.steps],
+            [[s.bundle.name, s.bundle.digest, s.bundle.signer, s.before] for s in self.steps],
             [c.json() for c in self.changes],
         ]
         text = json.dumps(said, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
-        return sha256(text.encode()).hexdigest()[:16]
+        return sha256(text.encode()).hexdigest()[:32]  # who can choose both may not find two bundles with one digest
 
     def json(self) -> dict[str, Any]:
         return {"bundle": self.name, "version": self.version, "before": self.before, "branch": self.branch, "digest": self.digest,
@@ -178,7 +189,7 @@ def stored(layer: Any, row: Mapping[str, Any]) -> Any:
     """The bundle as it was applied: what its row keeps."""
     data = layer.engine.get_blob(row["content"]) if row["content"] else None
     if data is None:
-        raise Conflict(f"the files of bundle {row['name']!r} are not there", hint="apply it anew with adopt")
+        raise Conflict(f"the files of bundle {row['name']!r} are not there", hint="restore a backup")
     return of_files(unpack(data))
 
 
@@ -203,14 +214,19 @@ class Rows:
             self._known[name, labels] = found
         return found
 
-    def add(self, tx: Any, name: str, number: int) -> None:
+    def add(self, tx: Any, name: str, number: int, given: Mapping[str, Any]) -> None:
         """A row that was written since."""
         entity = tx.schema.get(name)
-        table = tx.work.table(entity)
-        row = table.get(tx.session, tx.chain, number)
         for (other, labels), found in self._known.items():
-            if other == name and row is not None:
-                found[tuple(table.value(entity.get(label), row.values) for label in labels)] = number
+            if other != name:
+                continue
+            if all(label in given for label in labels):
+                key = tuple(entity.get(label).encode(name, given[label], 1 << 24) for label in labels)
+            else:  # the default of a field tells
+                table = tx.work.table(entity)
+                row = table.get(tx.session, tx.chain, number)
+                key = tuple(table.value(entity.get(label), row.values) for label in labels)
+            found[key] = number
 
     def has(self, name: str) -> bool:
         return name in self.catalog.schema(self.session, self.chain, self.version).by_name
@@ -278,8 +294,11 @@ def _step(found: Found, bundle: Any, rows: Rows, stored: Any, adopt: bool, comin
     )
     there = standing(found, step)
     name = bundle.name
+    widening = Widening(found, step)
     for label, each in step.migrations:
-        step.changes.append(Change(name, "migration", label, "run", None, dict(each), why=migrations.told(each)))
+        opens, told = widening.step(each), migrations.told(each)
+        why = f"{told}: {opens}" if opens else told
+        step.changes.append(Change(name, "migration", label, "run", None, dict(each), opens is not None, why))
         migrations.foresee(each, there, owned)
     step.changes += differences(found, step, there, adopt, coming)
     step.changes += seeds(step, rows, None if row is None or not bundle.seeds else stored(row))
@@ -445,11 +464,64 @@ class Widening:
     """Says of a change why it lets somebody do more than before; None when it does not."""
 
     def __init__(self, found: Found, step: Step) -> None:
-        self.found = found
-        self.triggered = {row["function"] for row in found.rows["trigger"].values()} | {
-            spec["function"] for (kind, _), spec in step.wanted.items() if kind == "trigger"
-        }
-        self.spoken = {row["resource"] for row in found.grants.values() if row["effect"] == "allow"}
+        self.found, self.wanted = found, step.wanted
+        rows = found.rows
+        self.triggered = self._calling(
+            {row["function"] for row in rows["trigger"].values()}
+            | {spec["function"] for (kind, _), spec in step.wanted.items() if kind == "trigger"}
+        )
+        self.lent = self._calling({name for row in rows["contract"].values() for name in row["functions"] or ()})
+        self.grants = [row for row in found.grants.values() if row["subject"] != OWNER]
+        self.spoken = {row["resource"] for row in self.grants if row["effect"] == "allow"}
+        bound = [row["subject"] for row in self.grants if row["effect"] == "deny"]
+        bound += [row["subject"] for row in found.quotas.values()]
+        self.bound = {found.principals[number]["name"] for number in bound if number in found.principals}
+
+    def _calling(self, names: set[str]) -> set[str]:
+        """These functions, and those that they call."""
+        known = [(row["name"], row) for row in self.found.rows["function"].values()]
+        known += [(name, spec) for (kind, name), spec in self.wanted.items() if kind == "function"]
+        calls: dict[str, set[str]] = {}
+        for name, spec in known:
+            called = parts("reads", spec.get("reads")).get("function", {})
+            calls.setdefault(name, set()).update(called.get("names") or ())
+        waiting = [*names]
+        while waiting:
+            more = calls.get(waiting.pop(), set()) - names
+            names |= more
+            waiting += more
+        return names
+
+    def step(self, step: Mapping[str, Any]) -> str | None:
+        """The same of a step of a migration: permissions and contracts go by names, and by what rows hold."""
+        kind, given = migrations.parts(step)
+        entity, to = given["entity"], given.get("to")
+        said = [(g["effect"], g["resource"], g["fields"], g["predicate"]) for g in self.grants]
+        said += [
+            ("allow", name, part.get("fields"), part.get("where"))
+            for row in self.found.rows["contract"].values()
+            for label in ("reads", "scope")
+            for name, part in _by_name(row[label]).items()
+        ]
+        if kind == "rename_entity":
+            if any((effect, name) == ("deny", entity) for effect, name, _, _ in said):
+                return f"a prohibition speaks of {entity}"
+            named = any((effect, name) == ("allow", to) for effect, name, _, _ in said)
+            return f"what is allowed already speaks of {to}" if named else None
+        about = [(effect, fields or (), where or "") for effect, name, fields, where in said if name in (entity, "*")]
+        if kind == "rename" and any(effect == "deny" and given["field"] in fields for effect, fields, _ in about):
+            return f"a prohibition speaks of {entity}.{given['field']}"
+        coming: Mapping[str, Any] = (
+            {str(to): given["field"]} if kind == "rename" else given["values"] if kind == "set" else {}
+        )
+        for label, value in coming.items():
+            source = value.get("$field") if kind == "set" and isinstance(value, Mapping) else value
+            moved = kind == "rename" or source is not value
+            if moved and any(e == "allow" and label in fields and source not in fields for e, fields, _ in about):
+                return f"what is allowed already speaks of {entity}.{label}"
+            if any(re.search(rf"\b{re.escape(label)}\b", where or "") for _, _, _, where in said):
+                return f"a condition of what is allowed speaks of {label}"
+        return None
 
     def why(self, key: Key, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str | None:
         judge = getattr(self, f"_{key[0]}", None)
@@ -457,6 +529,8 @@ class Widening:
         named = key[1] if key[0] == "entity" else f"{key[0]}:{key[1]}"
         if said is None and before is None and named in self.spoken:
             return f"a permission that is there already speaks of {named}"
+        if key[0] == "projection" and before is None and after is not None and "*" in self.spoken:
+            return "who may read everything may read it, and it shows what whoever applies this may see"
         return said
 
     def _grant(self, name: str, before: Any, after: Any) -> str | None:
@@ -467,14 +541,15 @@ class Widening:
     def _role(self, name: str, before: Any, after: Any) -> str | None:
         if after is not None and before is not None and before["kind"] != "role":
             return "a principal becomes a role"
-        return None
+        return "prohibitions and limits of it go" if after is None and name in self.bound else None
 
     def _principal(self, name: str, before: Any, after: Any) -> str | None:
-        if after is None:
-            return None
-        if more := sorted({*after["roles"]} - {*(before or {"roles": ()})["roles"]}):
+        had, has = {*(before or {}).get("roles", ())}, {*(after or {}).get("roles", ())}
+        if more := sorted(has - had):
             return f"{name} gets the role {', '.join(more)}"
-        changed = before is not None and before["attributes"] != after["attributes"]
+        if less := sorted((had - has) & self.bound):
+            return f"prohibitions and limits of {', '.join(less)} do not hold for {name} any more"
+        changed = after is not None and before is not None and before["attributes"] != after["attributes"]
         return "conditions may speak of its attributes" if changed else None
 
     def _blueprint(self, name: str, before: Any, after: Any) -> str | None:
@@ -489,6 +564,13 @@ class Widening:
         said += _opened(was.get("egress"), after.get("egress"))
         said += [f"mounts {_of(each)}" for each in _more(was.get("mounts"), after.get("mounts"))]
         said += [f"uses secret {_of(each)}" for each in _more(was.get("secrets"), after.get("secrets"))]
+        if before is not None:
+            said += [
+                f"another {label}"
+                for label in ("base", "packages", "environment", "user_name")
+                if was.get(label) != after.get(label)
+            ]
+            said += [f"port {_of(each)}" for each in _more(was.get("ports"), after.get("ports"))]
         return "; ".join(said) or None
 
     def _function(self, name: str, before: Any, after: Any) -> str | None:
@@ -497,8 +579,11 @@ class Widening:
         if after.get("rights") == "definer":
             return "it has the rights of whoever applies this"
         does = ("language", "code", "reads", "writes", "blueprint")
-        if name in self.triggered and (before is None or any(before.get(k) != after.get(k) for k in does)):
-            return "a trigger runs it as whoever wrote the trigger"
+        if before is None or any(before.get(k) != after.get(k) for k in does):
+            if name in self.triggered:
+                return "a trigger runs it as whoever wrote the trigger"
+            if name in self.lent:
+                return "what a contract may call calls it" if before is None else "boxes of a contract may call it"
         return None
 
     def _projection(self, name: str, before: Any, after: Any) -> str | None:
@@ -529,18 +614,42 @@ class Widening:
         if after.get("model") and after["model"] != was.get("model"):
             said.append(f"asks a model at {after['model'].get('url')}")
         if before is not None:
-            for label in ("minimum_tier", "tier"):
-                if was.get(label) and (not after.get(label) or weaker(after[label], was[label])):
-                    said.append(f"{label} {was[label]} → {after.get(label) or 'none'}")
+            least, now = was.get("minimum_tier"), after.get("minimum_tier")
+            if least and (not now or weaker(now, least)):
+                said.append(f"minimum_tier {least} → {now or 'none'}")
+            if weaker(tier := self._tier(after, True), then := self._tier(was, False)):
+                said.append(f"tier {then} → {tier}")
             if was.get("blueprint") != after.get("blueprint"):
                 said.append(f"blueprint {was.get('blueprint')} → {after.get('blueprint')}")
-            said += ["approval no longer needed" for _ in _more(after.get("approvals"), was.get("approvals"))][:1]
+            first = (after.get("approvals") or [])[: len(was.get("approvals") or ())]
+            if first != (was.get("approvals") or []):  # the first that speaks of an act decides who is asked
+                gone = _more(after.get("approvals"), was.get("approvals"))
+                said.append("approval no longer needed" if gone else "approvals: others are asked first")
             said += ["stops later" for _ in _more(after.get("stops"), was.get("stops"))][:1]
             for label, amount in (was.get("budget") or {}).items():
                 now = (after.get("budget") or {}).get(label)
                 if now is None or now > amount:
                     said.append(f"budget {label} {plain(amount)} → {'none' if now is None else plain(now)}")
+        elif self._tier(after, True) == "process":
+            said.append("tier process: no walls")
+        if before is None and ("blueprint", after.get("blueprint")) not in self.wanted:
+            row = self._shape(after.get("blueprint"))
+            said += [
+                f"{label} as blueprint {row['name']}"
+                for label in ("egress", "secrets")
+                if after.get(label) is None and row.get(label)
+            ]
         return "; ".join(dict.fromkeys(said)) or None
+
+    def _shape(self, name: str | None) -> Mapping[str, Any]:
+        return next((row for row in self.found.rows["blueprint"].values() if row["name"] == name), {})
+
+    def _tier(self, contract: Mapping[str, Any], coming: bool) -> str:
+        """The tier of a contract's boxes, now or after this."""
+        shape = self._shape(contract.get("blueprint"))
+        if coming:
+            shape = self.wanted.get(("blueprint", contract.get("blueprint") or ""), shape)
+        return str(contract.get("tier") or shape.get("tier") or "namespace")
 
     def _trigger(self, name: str, before: Any, after: Any) -> str | None:
         return (

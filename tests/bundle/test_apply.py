@@ -301,6 +301,30 @@ def test_a_row_that_is_there_is_left_alone(layer: Layer) -> None:
     assert layer.query("select name from customer order by name") == [{"name": "Dan"}, {"name": "Other"}]
 
 
+def test_rows_for_an_entity_of_a_bundle_that_it_needs(layer: Layer) -> None:
+    people = bundle("people", schema="entities: {person: {fields: {name: text!, rank: {type: int, default: 1}}}}")
+    staff = bundle(
+        "staff", requires='{people: ">=1.0.0"}', schema="entities: {desk: {fields: {of: ref person}}}",
+        seeds="""
+        seeds:
+          - {entity: person, key: [name], rows: [{name: Ann}, {name: Bob, rank: 2}]}
+          - {entity: desk, key: [of], rows: [{of: {$ref: {person: {name: Ann, rank: 1}}}}]}
+        """,
+    )  # fmt: skip
+    apply(layer, people)
+    made = plan(layer, staff)
+    assert [c.why for c in made.changes if c.widens] == ["2 rows of person, which is not this bundle's"]
+    with pytest.raises(Denied):
+        apply(layer, staff)
+    apply(layer, staff, accept=made.digest)
+    assert layer.query("select name, rank from person order by name") == [
+        {"name": "Ann", "rank": 1},
+        {"name": "Bob", "rank": 2},
+    ]
+    assert layer.query("select p.name from desk d join person p on p.id = d.of") == [{"name": "Ann"}]
+    assert plan(layer, staff).empty
+
+
 # The end
 
 
