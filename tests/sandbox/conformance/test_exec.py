@@ -243,6 +243,26 @@ def test_how_a_background_command_ended_is_told_afterwards(box: Any) -> None:
     ]
 
 
+@pytest.mark.core
+def test_what_a_background_command_printed_is_read_piece_by_piece(box: Any) -> None:
+    process = box.start("echo one; echo oops >&2; read line; echo $line; exit 5", stdin=True)
+
+    def heard(after: int = 0) -> bytes:
+        return b"".join(data for stream, data, _ in box.printed(process.id, stdout=after).pieces if stream == "stdout")
+
+    wait_until(lambda: heard() == b"one\n" and len(box.printed(process.id).pieces) == 2, "it printed")
+    first = box.printed(process.id)
+    assert {(stream, data) for stream, data, _ in first.pieces} == {("stdout", b"one\n"), ("stderr", b"oops\n")}
+    assert (first.over, first.exit_code, first.lost) == (False, None, {"stdout": 0, "stderr": 0})
+    assert box.printed(process.id, stdout=2).pieces[0][1] in (b"e\n", b"oops\n")
+    process.write(b"two\n")
+    wait_until(lambda: box.printed(process.id).over, "it has ended")
+    last = box.printed(process.id, stdout=4, stderr=5)
+    assert ([data for _, data, _ in last.pieces], last.exit_code, last.error) == ([b"two\n"], 5, None)
+    with pytest.raises(NotFound, match="runs no command"):
+        box.printed(process.id + 1000)
+
+
 def test_closing_stdin_ends_what_reads_it(box: Any) -> None:
     process = box.start(["wc", "-c"], stdin=True)
     process.write(b"12345")
