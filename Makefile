@@ -39,6 +39,7 @@ bench: setup  ## measure both engines against a plain table and DoltLite, then b
 	@$(PYTHON) -m bench.boxes $(BOXES)
 	@$(PYTHON) -m bench.law
 	@$(PYTHON) -m bench.agents
+	@$(PYTHON) -m bench.bundles
 	@$(PYTHON) -m bench.why
 
 torture: setup  ## kill -9, concurrency and fuzzing campaigns; takes minutes to hours
