@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
@@ -48,8 +49,15 @@ def told(step: Mapping[str, Any]) -> str:
         return f"{kind.replace('_', ' ')} {of} → {given['to'] if isinstance(given['to'], str) else given['to']['type']}"
     if kind == "set":
         where = f" where {given['where']}" if given.get("where") else ""
-        return f"set {', '.join(f'{of}.{name}' for name in given['values'])}{where}"
+        given_values = given["values"].items()
+        return f"set {', '.join(f'{of}.{name} = {_said(value)}' for name, value in given_values)}{where}"
     return f"add {', '.join(f'{of}.{name}' for name in given['fields'])}" if kind == "add" else f"{kind} {of}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Mapping) and set(value) == {"$field"}:
+        return str(value["$field"])
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def renamed(due: Sequence[tuple[str, Mapping[str, Any]]], entity: str) -> tuple[str, Callable[[str], str]]:

@@ -176,8 +176,9 @@ def lines(change: Change) -> Iterator[str]:
     if change.kind == "bundle":
         return
     if change.kind == "grant":
-        first = first.partition("   (")[0] if change.action == "add" else first
-        yield first.replace(" grant allow ", " ").replace(" grant deny ", " deny ")
+        if change.action == "add":  # its name says it all
+            first = next(replace(change, why=None).lines())
+        yield first.replace(" grant allow ", " ", 1).replace(" grant deny ", " deny ", 1)
     elif change.kind == "field" and change.action == "add":
         from livinglayer.bundle.definitions import field_text
 
@@ -190,7 +191,7 @@ def lines(change: Change) -> Iterator[str]:
     elif change.kind == "field":
         yield f"{first[:2]}  {first[2:4]}{label}" + (f"   ({change.why})" if change.why else "")
     elif change.kind == "migration":
-        yield f"  > {change.name}  {change.why}"
+        yield f"{first[:4]}{change.name}  {change.why}"
     elif change.kind == "seed":
         yield f"{first[:4]}{change.name}   {change.why}"
     else:
