@@ -183,12 +183,9 @@ def _validator(part: str) -> Any:
 
 def problems(part: str, file: str, value: Any) -> list[Invalid]:
     """What is wrong with the shape of a document; nothing when it is as the schema says."""
-    found = []
-    for error in _validator(part).iter_errors(value):
-        found.append(explained(file, error))
-        if len(found) == MOST_PROBLEMS:
-            break
-    return found
+    found = itertools.islice(_validator(part).iter_errors(value), MOST_PROBLEMS)
+    # A misspelt key is also one that is missing; what was misspelt is the better thing to hear first.
+    return [explained(file, error) for error in sorted(found, key=lambda error: error.validator == "required")]
 
 
 def explained(file: str, error: Any) -> Invalid:

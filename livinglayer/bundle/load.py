@@ -70,8 +70,10 @@ class Bundle:
 
 def load(directory: str | os.PathLike[str]) -> Bundle:
     """The bundle in a directory; Invalid names the file, the place in it and what is wrong."""
-    label = Path(os.path.abspath(directory)).name
-    return _labelled(label, lambda: _bundle(files.read(directory)))
+    place = Path(os.path.abspath(directory))
+    if place.is_dir() and not os.path.lexists(place / "bundle.yaml"):  # said before its files are held against it
+        raise Invalid(f"{str(directory)!r} is no bundle: it has no bundle.yaml", hint="name the directory that has one")
+    return _labelled(place.name, lambda: _bundle(files.read(directory)))
 
 
 def of_files(given: Mapping[str, bytes]) -> Bundle:

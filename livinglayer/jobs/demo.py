@@ -367,7 +367,9 @@ class Tour:
         counts = {
             name: self._one(f"select count(*) as n from {name}") for name in ("tx", "execution", "step", "decision")
         }
-        self.tell.rows([counts])
+        self.tell.say(
+            f"{counts['tx']} transactions, {counts['execution']} executions and {counts['step']} steps came of all this."
+        )
         self.tell.good(
             "layer verify: every row and every hash was read again, and the chain holds."
             if report

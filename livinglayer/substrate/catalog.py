@@ -175,7 +175,7 @@ class Catalog:
         entity = SYSTEM.by_name["principal"]
         rows = self.rows(session, entity, (Level(MAIN),), f"where x.{entity.by_name['name'].store} = ?", (name,))
         if not rows:
-            raise NotFound(f"there is no principal {name!r}")
+            raise NotFound(f"there is no principal {name!r}", hint="select name from principal lists them")
         return rows[0]
 
     def principal_by_id(self, session: Session, number: int) -> dict[str, Any]:

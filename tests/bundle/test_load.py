@@ -273,6 +273,7 @@ def _told(node: Mapping[str, Any]) -> bool:
     [
         ({"bundle_yaml": None}, "bundle/bundle.yaml: is missing: every bundle has one", "name: helpdesk, version: 1.0.0"),
         ({"bundle_yaml": "name: desk"}, "desk/bundle.yaml: 'version' is missing", "three numbers, e.g. 1.0.0"),
+        ({"bundle_yaml": "name: desk\nverison: 1.0.0"}, "desk/bundle.yaml: there is no 'verison' here", "did you mean version?"),
         ({"bundle_yaml": "name: desk\nversion: 1.0"}, "desk/bundle.yaml: version: 1.0 is not text", "three numbers, e.g. 1.0.0"),
         ({"bundle_yaml": 'name: desk\nversion: "1.0.0\\n"'}, 'desk/bundle.yaml: version: "1.0.0\\n" is not what belongs here', "three numbers, e.g. 1.0.0"),
         ({"bundle_yaml": "name: ../desk\nversion: 1.0.0"}, '../desk/bundle.yaml: name: "../desk" is not what belongs here', "lower-case letters, digits and hyphens, a letter first, at most 60"),
@@ -421,7 +422,7 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(Invalid, match="can't be read as a bundle: Not a directory"):
         load(tmp_path / "file")
-    with pytest.raises(Invalid, match=r"bundle\.yaml: is missing"):
+    with pytest.raises(Invalid, match=r"is no bundle: it has no bundle\.yaml"):
         load(lay(tmp_path / "empty", {"README": b""}))
 
 

@@ -117,6 +117,17 @@ def test_an_agent_is_watched_reviewed_and_merged(run: Run, layer: Layer) -> None
     assert "│ hello" in again.out and "done after" in again.out
 
 
+def test_an_agent_for_somebody_else_is_watched_by_who_started_it(run: Run, layer: Layer) -> None:
+    for action, resource in (("call", "contract:clerk"), ("fork", "branch:main"), ("read", "ticket")):
+        layer.grant("ann", action, resource)
+    done = run("agent", "run", "clerk", "--task", "x", "--as", "ann", "--program", "echo", "hello")
+    assert done.code == 0 and "│ hello" in done.out and "done after" in done.out, done
+    (row,) = layer.query("select id, principal from execution where verb = 'agent.run' and kind = 'contract'")
+    assert row["principal"] == "ann"
+    hidden = run("agent", "show", row["id"], "--follow", "--as", "ann")  # what ann may not read she is not shown
+    assert "ann may not read execution and step" in hidden.out and "hello" not in hidden.out
+
+
 def test_how_an_agent_ends_is_the_exit_code(run: Run) -> None:
     failed = run("agent", "run", "clerk", "--task", "x", "--program", "sh", "-c", "echo no >&2; exit 3")
     assert failed.code == 1 and "the program exited with 3" in failed.out and "│ no" in failed.out

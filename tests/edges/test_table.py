@@ -48,6 +48,35 @@ def test_too_many_columns_are_shown_one_under_the_other() -> None:
     assert all(len(line) <= 60 for line in shown.splitlines())
 
 
+def test_one_row_is_shown_whole_whatever_the_width() -> None:
+    row: dict[str, object] = {
+        "name": "a",
+        "reads": {"ticket": ["title"], "note": 1},
+        "stops": [{"denials": 3}, {"repeats": 2}],
+        "says": "one\x1b[2J\ntwo " + "word " * 9,
+    }
+    out = io.StringIO()
+    printer = Printer(out=out)
+    printer.columns = 30
+    printer.fields(row | {"names": ["a", "b"], "none": None})
+    assert (
+        out.getvalue()
+        == """\
+name   a
+reads  ticket: ["title"]
+       note: 1
+stops  {"denials": 3}
+       {"repeats": 2}
+says   one\\x1b[2J
+       two word word word word
+       word word word word
+       word
+names  a, b
+none   null
+"""
+    )
+
+
 def test_wide_characters_count_as_two_cells() -> None:
     assert (width("漢字"), width("é"), width("e\u0301")) == (4, 1, 1)
     assert cut("漢字漢字", 5) == "漢字…"

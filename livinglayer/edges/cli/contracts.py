@@ -63,9 +63,7 @@ def show(layer: Layer, args: Namespace, out: Printer) -> None:
     if out.json:
         out.data(rows[0])
         return
-    out.table(
-        ("field", "value"), [{"field": key, "value": value} for key, value in rows[0].items() if value is not None]
-    )
+    out.fields({key: value for key, value in rows[0].items() if value is not None})
 
 
 @command("contract remove", arg("name"), flags="as branch reason")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, timedelta
@@ -145,6 +146,17 @@ class Printer:
         for row, values in zip(rows, cells, strict=True):
             print(indent + line(values, [row.get(name) is None for name in names]), file=self.out)
 
+    def fields(self, row: Mapping[str, object]) -> None:
+        """One row, field by field; nothing is cut: what is long goes on below."""
+        names = [escape(name) for name in row]
+        indent = max(map(width, names)) + 2
+        for name, value in zip(names, row.values(), strict=True):
+            head = self.paint(name, BOLD) + " " * (indent - width(name))
+            for line in parts(value):
+                for piece in textwrap.wrap(line, max(20, self.columns - indent) if self.columns else 10**9) or [""]:
+                    print(head + piece, file=self.out)
+                    head = " " * indent
+
     def records(self, heads: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
         """Too many columns for the terminal: each row as a list of its fields."""
         widest = max(map(width, heads))
@@ -153,6 +165,17 @@ class Printer:
                 shown = cut(value, max(NARROWEST, (self.columns or 80) - widest - 2))
                 print(self.paint(head, BOLD) + " " * (widest - width(head) + 2) + shown, file=self.out)
             print(file=self.out)
+
+
+def parts(value: object) -> list[str]:
+    """The value in lines for people: an entry of a JSON object or a list a line, short lists in one, text as its own lines."""
+    if isinstance(value, str):
+        return [escape(line) for line in value.splitlines()] or [""]
+    if isinstance(value, Mapping):
+        return [f"{escape(str(key))}: {text(item)}" for key, item in value.items()]
+    if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        return [text(item) for item in value]
+    return [", ".join(map(text, value)) if isinstance(value, list | tuple) else text(value)]
 
 
 def counted(number: int, noun: str) -> str:
