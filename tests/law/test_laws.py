@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 from law.conftest import define
-from sandbox.hosts import Host
+from sandbox.hosts import Host, wait_until
 
 import livinglayer
 from livinglayer import Layer
-from livinglayer.errors import Denied, LayerError, NotFound
+from livinglayer.bundle.apply import apply
+from livinglayer.bundle.load import of_files
+from livinglayer.bundle.plan import plan
+from livinglayer.errors import Conflict, Denied, LayerError, NotFound
 from livinglayer.law import tending
 from livinglayer.sandbox import Sandbox
 from livinglayer.substrate.ledger import Execution, Scope
@@ -98,13 +101,30 @@ def test_law_5_fork_is_one_operation_over_state_and_boxes(desk: Layer) -> None:
 
 
 def test_law_6_what_acts_for_others_has_a_contract_and_no_other_reach(desk: Layer) -> None:
-    """A contract's box sees what the contract lists; agents that run in one are not built."""
+    """An agent sees what its contract lists, whatever its principal may; without a contract there is none."""
     desk.insert("ticket", {"title": "t"})
-    desk.call("contract.define", name="reader", reads={"ticket": {"fields": ["title"]}}, scope={})
+    program = "layer query 'select title from ticket'; layer query 'select priority from ticket'; layer insert ticket title=x; exit 0"
+    desk.call("contract.define", name="reader", reads={"ticket": {"fields": ["title"]}}, scope={}, program=program)
     desk.principal("bot", "agent")
     with pytest.raises((Denied, NotFound)):
-        desk.call("box.create", contract="reader", principal="bot")
+        desk.call("agent.run", contract="reader", task="look", principal="bot")
     assert desk.query("select count(*) as n from execution where kind = 'contract'") == [{"n": 0}]
+    for action, resource in (
+        ("call", "contract:reader"),
+        ("fork", "branch:main"),
+        ("read", "ticket"),
+        ("write", "ticket"),
+    ):
+        desk.grant("bot", action, resource)
+    tending.of(desk).look()
+    number = desk.call("agent.run", contract="reader", task="look", principal="bot")["execution"]
+    sql = "select status from execution where id = :id"
+    wait_until(lambda: desk.query(sql, {"id": number}) != [{"status": "running"}], "the agent is over")
+    tending.of(desk).close()
+    asked = "select kind, detail from step where execution = :id and kind in ('query', 'refusal') order by n"
+    assert [(row["kind"], row["detail"].get("do", "query")) for row in desk.query(asked, {"id": number})] == [
+        ("query", "query"), ("refusal", "query"), ("refusal", "insert"),
+    ]  # fmt: skip
 
 
 def test_law_7_security_is_rows(desk: Layer) -> None:
@@ -133,7 +153,7 @@ def test_law_8_an_answer_says_how_fresh_it_is(layer: Layer) -> None:
 
 
 def test_law_9_people_see_the_difference_before_anything_changes(layer: Layer) -> None:
-    """For branches; `plan` and `apply` of bundles are not built."""
+    """For branches, and for bundles: a plan changes nothing, and what opens something needs a yes to that very plan."""
     layer.define("item", {"name": "text!"})
     layer.fork("idea")
     layer.insert("item", {"name": "a"}, branch="idea")
@@ -141,6 +161,17 @@ def test_law_9_people_see_the_difference_before_anything_changes(layer: Layer) -
     assert layer.query("select * from item") == [] and shown is not None
     layer.merge("idea")
     assert [row["name"] for row in layer.query("select name from item")] == ["a"]
+    policy = b"roles: {clerk: {}}\ngrants: [{to: clerk, action: read, resource: note}]"
+    bundle = of_files({"bundle.yaml": b"{name: notes, version: 1.0.0}", "schema.yaml": b"entities: {note: {fields: {text: text}}}", "policy.yaml": policy})  # fmt: skip
+    made = plan(layer, bundle)
+    assert [change.name for change in made.changes if change.widens] == ["allow clerk read note"]
+    with pytest.raises(Denied):
+        apply(layer, bundle)
+    with pytest.raises(Conflict):
+        apply(layer, bundle, accept="another")
+    assert "note" not in layer.schema().by_name
+    apply(layer, bundle, accept=made.digest)
+    assert plan(layer, bundle).empty
 
 
 def test_law_10_why_answers_for_any_fact(desk: Layer) -> None:
@@ -162,6 +193,6 @@ def test_the_page_tells_of_every_law_where_it_is_enforced_and_tested() -> None:
         assert any(name in found[0] for name in tests if name.startswith(f"test_law_{number}_")), (
             f"law {number} names no test"
         )
-        assert re.search(r"`(substrate|law|sandbox|edges|projection)/", found[0]), (
+        assert re.search(r"`(substrate|law|sandbox|edges|projection|bundle)/", found[0]), (
             f"law {number} does not say where it is enforced"
         )
