@@ -71,7 +71,7 @@ def apply_(layer: Layer, args: Namespace, out: Printer) -> None:
         yes=args.yes, adopt=args.adopt, principal=who, branch=branch, reason=args.reason,
     )  # fmt: skip
     where = "" if branch == "main" else f" on branch {branch}"
-    number = sum(change["action"] not in ("keep",) for change in done["changes"])
+    number = sum(change["action"] != "keep" and change["kind"] != "bundle" for change in done["changes"])
     out.say(f"Applied {bundle.name} {bundle.version}{where}: {counted(number, 'change')}, one tx", GREEN)
     out.data({**done, "applied": True})
 
