@@ -38,7 +38,8 @@ def run(
 
 def own_branch(name: str) -> str:
     """A name for the branch of an agent that nobody has yet."""
-    return f"{re.sub('[^a-z0-9]+', '_', name.lower())[:40].strip('_')}_{secrets.token_hex(3)}"
+    plain = re.sub("[^a-z0-9]+", "_", name.lower())[:30].strip("_")
+    return f"{plain if plain[:1].isalpha() else f'agent_{plain}'.strip('_')}_{secrets.token_hex(3)}"
 
 
 def of(
@@ -69,7 +70,7 @@ def begin(
 ) -> dict[str, Any]:  # fmt: skip
     """Make the branch (from `source`, if there is one), the execution and the box of an agent; the keeper starts its program."""
     layer, asking = call.layer, call.asking
-    box = None if name is None else f"{re.sub('[^a-z0-9]+', '-', name.lower())[:30].strip('-')}-{secrets.token_hex(3)}"
+    box = None if name is None else own_branch(name).replace("_", "-")
     making = contracts.Making(layer, contract, asking.principal, source or branch, slice, box, permissions)
     making.agent, making.branch = dict(agent), branch
     if call.execution.id is None:
@@ -78,13 +79,17 @@ def begin(
     if source is None:
         layer._ledger.intend(execution, lambda tx: contracts.record(tx, execution))
     else:
-        with layer._ledger.work() as work:
-            why = call.reason or f"agent of {contract.name}"
-            number = branches.forked(work, call.execution, branch, source, None, as_of, why)
-            execution.call = {**(execution.call or {}), "branch": number}
-            tx = work.tx(execution, bare=True, reason=f"agent of {contract.name} on branch {branch}")
-            contracts.record(tx, execution)
-            tx.finish()
+        try:
+            with layer._ledger.work() as work:
+                why = call.reason or f"agent of {contract.name}"
+                number = branches.forked(work, call.execution, branch, source, None, as_of, why)
+                execution.call = {**(execution.call or {}), "branch": number}
+                tx = work.tx(execution, bare=True, reason=f"agent of {contract.name} on branch {branch}")
+                contracts.record(tx, execution)
+                tx.finish()
+        except BaseException:
+            layer._ledger.let_go(execution)  # it never was
+            raise
     try:
         told = making.act(execution)
     except BaseException:
@@ -167,10 +172,14 @@ def propose(layer: Any, execution: Execution, contract: str, branch: str, files:
     if before := approvals.proposed(layer, execution.id or 0):
         return before
     with layer.engine.reading() as session:
-        found, changes = layer._catalog.branch(session, branch), list[dict[str, Any]]()
-        tx = head(layer, session, found)
+        changes = list[dict[str, Any]]()
+        try:
+            found = layer._catalog.branch(session, branch)
+        except NotFound:
+            return None  # it was discarded meanwhile
+        tx = branches.head(layer.engine, session, found)
         epoch = clock(layer.engine, session)[1]
-        if tx is not None and found.parent is not None:
+        if tx is not None and found.parent is not None and found.status == "open":
             policy = layer._catalog.policy(session, layer._me, epoch)
             changes = branches.diff(layer._catalog, session, epoch, found, policy)
     if not changes:
@@ -188,15 +197,6 @@ def propose(layer: Any, execution: Execution, contract: str, branch: str, files:
     ))  # fmt: skip
 
 
-def head(layer: Any, session: Any, branch: Any) -> int | None:
-    """The last tx that changed a branch since it was forked or merged."""
-    row = session.one(
-        f"select max(tx) from {layer.engine.schema_prefix}ledger_change where branch = ? and tx > ?",
-        (branch.id, branch.base_own),
-    )
-    return None if row is None or row[0] is None else int(row[0])
-
-
 def _sorted(differences: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """People's rows, and what changes how the layer is governed."""
     system = set(SYSTEM.by_name)
@@ -209,14 +209,17 @@ def review(layer: Any, approval: int, principal: str | None = None) -> dict[str,
     name, asked = row["branch"], row["request"]
     changes = layer.diff(name, principal=principal) if row["status"] == "pending" else []
     rows, policy = _sorted(changes)
+    proposed = sum(n for by in asked["rows"].values() for n in by.values()) + len(asked["policy"])
     with layer.engine.reading() as session:
-        moved = row["status"] == "pending" and head(layer, session, layer._catalog.branch(session, name)) != asked["tx"]
+        last = branches.head(layer.engine, session, layer._catalog.branch(session, name))
+    moved = row["status"] == "pending" and last != asked["tx"]
     found = _kept(layer, row, principal)
     return {
         "approval": approval, "status": row["status"], "execution": row["execution"], "contract": row["contract"], "branch": name,
         "rows": rows[:SHOWN], "counts": asked["rows"], "policy": policy[:SHOWN],
         "files": [step["detail"] for step in found if step["kind"] == "file"][:SHOWN],
         "artifacts": [step["detail"] for step in found if step["kind"] == "artifact"][:SHOWN], "moved": moved,
+        "unseen": max(0, proposed - len(rows[:SHOWN]) - len(policy[:SHOWN])) if row["status"] == "pending" else 0,
     }  # fmt: skip
 
 
@@ -264,15 +267,8 @@ def _proposal(layer: Any, number: int, principal: str | None) -> dict[str, Any]:
 def merge_approved(call: Call, row: Mapping[str, Any]) -> dict[str, Any]:
     """Merge what was proposed, as whoever approves it. Conflict, and nothing merged, when the branch is another since, or main has moved."""
     layer, name = call.layer, row["branch"]
-    with layer.engine.reading() as session:
-        found = layer._catalog.branch(session, name)
-        last = head(layer, session, found)
-    if last is not None and last != row["request"]["tx"]:
-        raise Conflict(
-            f"branch {name!r} has changed since it was proposed",
-            hint=f"layer diff {name} shows it; layer merge {name} merges what is there now",
-        )
-    done = layer.merge(name, reason=call.reason or f"approval {row['id']}: merge {name}")
+    why, shown = call.reason or f"approval {row['id']}: merge {name}", row["request"]["tx"]
+    done = branches.merge(layer._ledger, call.execution, name, None, False, why, expect=shown)
     if not done.applied:
         raise Conflict(
             f"merging branch {name!r} meets {len(done.conflicts)} conflict{'s' if len(done.conflicts) != 1 else ''}; nothing was merged",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import Conflict, Denied, Invalid, NotFound
 from .catalog import Branch, Catalog
-from .engine import Session
+from .engine import Engine, Session
 from .evolve import ensure_indexes, revalidate
 from .ledger import MAIN_CHAIN, Execution, Ledger, Tx, Work
 from .permissions import Policy
@@ -141,6 +141,15 @@ def _changed(work_or: Any, session: Session, branch: int, since: int) -> list[tu
     return [(row[0], row[1]) for row in rows]
 
 
+def head(engine: Engine, session: Session, branch: Branch) -> int | None:
+    """The last tx that changed a branch since it was forked or merged."""
+    row = session.one(
+        f"select max(tx) from {engine.schema_prefix}ledger_change where branch = ? and tx > ?",
+        (branch.id, branch.base_own),
+    )
+    return None if row is None or row[0] is None else int(row[0])
+
+
 def diff(catalog: Catalog, session: Session, version: Any, branch: Branch, policy: Policy) -> list[dict[str, Any]]:
     """What a branch changed since its fork or last merge, by row and field."""
     before = _side(catalog, session, catalog.chain(session, branch, branch.base_own), version)
@@ -239,9 +248,12 @@ class _Plan:
 
 
 def merge(
-    ledger: Ledger, execution: Execution, name: str, target: str | None, preview: bool, reason: str | None
-) -> Merge:
-    """Bring a branch's changes to its parent, field by field; with conflicts nothing is applied and they become rows."""
+    ledger: Ledger, execution: Execution, name: str, target: str | None, preview: bool, reason: str | None, expect: int | None = None
+) -> Merge:  # fmt: skip
+    """Bring a branch's changes to its parent, field by field; with conflicts nothing is applied and they become rows.
+
+    With `expect`, the tx that was its last: Conflict when it has changed since.
+    """
     plan = _Plan()
     try:
         with ledger.work() as work:
@@ -256,8 +268,14 @@ def merge(
             work.catalog.policy(work.session, execution.principal, work.version).require(
                 "merge", f"branch:{parent.name}"
             )
-            if not _changed(work, work.session, branch.id, branch.base_own):
+            last = head(ledger.engine, work.session, branch)
+            if last is None:
                 return Merge(not preview, None, [], [])
+            if expect is not None and last != expect:
+                raise Conflict(
+                    f"branch {name!r} has changed since it was proposed",
+                    hint=f"layer diff {name} shows it; layer merge {name} merges what is there now",
+                )
             tx = work.tx(
                 execution,
                 "main" if parent.id == MAIN else parent,
@@ -661,7 +679,7 @@ def resolve(
     with ledger.work() as work:
         rows = _rows(work, work.session, "where x.id = ?", (conflict,))
         if not rows:
-            raise NotFound(f"there is no conflict {conflict}")
+            raise NotFound(f"there is no conflict {conflict}", hint="layer conflicts lists them")
         row = rows[0]
         if row["status"] == "closed":
             raise Conflict(f"conflict {conflict} is closed")

@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import REMAINDER, Namespace
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from livinglayer.edges.cli.approvals import wanted
@@ -52,7 +53,8 @@ def run(layer: Layer, args: Namespace, out: Printer) -> int:
         out.say(f"Watch it with: layer agent show {number} --follow")
         out.data(told)
         return 0
-    return follow(layer, number, out, acting(args))
+    # --as says whom the agent acts for; who watches is whoever sits here, with permissions of their own
+    return follow(layer, number, out, None)
 
 
 @command("agent list", arg("--all", action="store_true", help="also those that ended more than a day ago"), flags="as")
@@ -63,18 +65,12 @@ def list_(layer: Layer, args: Namespace, out: Printer) -> None:
         "select x.id as agent, x.contract, x.principal, x.branch, x.status, x.started, x.arguments, x.result from execution x"
         f" where x.verb = 'agent.run' and x.kind = 'contract'{since} order by x.id"
     )
-    params = {} if args.all else {"since": _yesterday()}
+    params = {} if args.all else {"since": datetime.now(UTC) - timedelta(days=1)}
     rows = []
     for row in layer.query(sql, params, principal=acting(args)):
         given, result = row.pop("arguments") or {}, row.pop("result") or {}
         rows.append(row | {"proposal": result.get("proposal"), "task": (given.get("agent") or {}).get("task")})
     out.rows(rows, noun="agent")
-
-
-def _yesterday() -> Any:
-    from datetime import UTC, datetime, timedelta
-
-    return datetime.now(UTC) - timedelta(days=1)
 
 
 @command(
@@ -124,14 +120,16 @@ def review(layer: Layer, args: Namespace, out: Printer) -> None:
         out.say()
         out.say(f"! It changes how the layer is governed: {counted(len(found['policy']), 'row')}", RED)
         for row in found["policy"]:
-            values = ", ".join(
-                f"{name} = {text(after)}" for name, (_, after) in row["fields"].items() if after is not None
-            )
-            print(
-                out.paint(f"! {row['op']} {row['entity']}/{row['id']}: {escape(cut(values, 200))}", RED), file=out.out
-            )
+            values = ", ".join(_became(row["op"], name, *both) for name, both in row["fields"].items() if any(one is not None for one in both))  # fmt: skip
+            out.say(f"! {row['op']} {row['entity']}/{row['id']}: {values}", RED)
     out.say()
     changes(found["rows"], out)
+    if found["unseen"]:
+        out.say(
+            f"! {counted(found['unseen'], 'row')} more would be merged that {'is' if found['unseen'] == 1 else 'are'} not shown here",
+            RED,
+        )
+        out.say(f"  You may not read them, or there are too many: layer diff {found['branch']} --json")
     for title, key in (("Files", "files"), ("Artifacts", "artifacts")):
         if found[key]:
             out.say()
@@ -146,6 +144,12 @@ def review(layer: Layer, args: Namespace, out: Printer) -> None:
     elif found["status"] == "pending":
         out.say()
         out.say(f"layer approve {found['approval']}   or   layer refuse {found['approval']} --reason …", BOLD)
+
+
+def _became(op: str, name: str, before: Any, after: Any) -> str:
+    """A field of what governs the layer: what it was, where it was something, and what it would be."""
+    was = f"{text(before)} → " if op == "update" else ""
+    return f"{name} = {was}{text(before if op == 'delete' else after)}"
 
 
 # Watching
@@ -304,7 +308,7 @@ def account(layer: Layer, number: int, principal: str | None = None) -> dict[str
     )
     told, result = Counter(step["kind"] for step in rows), row["result"] or {}
     asked = [step["detail"] for step in rows if step["kind"] == "model"]
-    ended = row["finished"] or _now()
+    ended = row["finished"] or datetime.now(UTC)
     counts: dict[str, Counter[str]] = {}
     if row["branch"] != "main":
         try:
@@ -322,12 +326,6 @@ def account(layer: Layer, number: int, principal: str | None = None) -> dict[str
         "files": sum(step["kind"] == "file" and "at" not in step["detail"] for step in rows),
     }  # fmt: skip
     return found | {"next": following(found)}
-
-
-def _now() -> Any:
-    from datetime import UTC, datetime
-
-    return datetime.now(UTC)
 
 
 def following(found: dict[str, Any]) -> str | None:
