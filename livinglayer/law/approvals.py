@@ -36,11 +36,12 @@ _KINDS = {kind.code: kind for kind in (Invalid, Denied, NotFound, Conflict, Limi
 
 
 class Needed(LayerError):
-    """A rule speaks of this change: it is undone, and somebody is asked."""
+    """Rules speak of this change: it is undone, and somebody is asked who may answer for all of them."""
 
-    def __init__(self, rule: Mapping[str, Any]) -> None:
+    def __init__(self, rules: Iterable[Mapping[str, Any]]) -> None:
         super().__init__("this needs somebody's yes")
-        self.rule = rule
+        first, *more = rules
+        self.rule = {**first, "also": more} if more else first
 
 
 class Halted(BaseException):
@@ -109,6 +110,7 @@ def guarded(rules: Iterable[Mapping[str, Any]]) -> tuple[Callable[[Tx], None], C
         tx.before = {}
 
     def after(tx: Tx) -> None:
+        needed: list[Mapping[str, Any]] = []
         for (number_of, row), (op, _) in tx.changes.items():
             entity = tx.schema.by_id[number_of]
             if not any(rule["resource"] in (entity.name, "*") for rule in rules):
@@ -121,13 +123,24 @@ def guarded(rules: Iterable[Mapping[str, Any]]) -> tuple[Callable[[Tx], None], C
                 old = {f.name: new[f.name] if f.initial == "now()" else tx._default(entity, f) for f in entity.defaults}
             changed = {label for label in {*old, *new} if old.get(label) != new.get(label)}
             action = {"i": "insert", "u": "update", "d": "delete"}[op]
-            for rule in rules:
-                if _speaks(rule, action, entity.name, changed) and any(
-                    _holds(rule, tx, entity, state) for state in states
-                ):
-                    raise Needed(rule)
+            speaking = [
+                rule
+                for rule in rules
+                if _speaks(rule, action, entity.name, changed) and any(_holds(rule, tx, entity, state) for state in states)
+            ]  # fmt: skip
+            needed += [rule for rule in _first(speaking) if rule not in needed]
+        if needed:
+            raise Needed(needed)
 
     return before, after
+
+
+def _first(speaking: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of those that speak of one act the first, of its own contract and of each that delegated."""
+    found: dict[str | None, Mapping[str, Any]] = {}
+    for rule in speaking:
+        found.setdefault(rule.get("of"), rule)
+    return list(found.values())
 
 
 def _speaks(rule: Mapping[str, Any], action: str, resource: str, changed: set[str]) -> bool:
@@ -152,11 +165,11 @@ def _holds(rule: Mapping[str, Any], tx: Tx, entity: Entity, state: Mapping[str, 
     return predicate.test(Env(state, tx.policy.me, tx._follow)) is not False
 
 
-def of_call(run: Run, rules: Iterable[Mapping[str, Any]], name: str, arguments: Any) -> Mapping[str, Any] | None:
-    """The rule that speaks of a call, if one does. A call that would be refused is refused before anybody is asked."""
+def of_call(run: Run, rules: Iterable[Mapping[str, Any]], name: str, arguments: Any) -> list[Mapping[str, Any]]:
+    """The rules that speak of a call. A call that would be refused is refused before anybody is asked."""
     speaking = [rule for rule in rules if rule["action"] == "call" and rule["resource"] in (f"function:{name}", "function:*")]  # fmt: skip
     if not speaking:
-        return None
+        return []
     layer, asking = run.layer, Asking(run.execution.principal, run.branch)
     try:
         function = functions.load(layer, name, run.branch)
@@ -173,10 +186,10 @@ def of_call(run: Run, rules: Iterable[Mapping[str, Any]], name: str, arguments: 
         for label, each in entity.by_name.items()
     }
 
-    def first(tx: Tx) -> Mapping[str, Any] | None:
-        return next((rule for rule in speaking if _holds(rule, tx, entity, stored)), None)
+    def holding(tx: Tx) -> list[Mapping[str, Any]]:
+        return _first(rule for rule in speaking if _holds(rule, tx, entity, stored))
 
-    found: Mapping[str, Any] | None = layer._ledger.rehearse(run.execution, run.branch, first)
+    found: list[Mapping[str, Any]] = layer._ledger.rehearse(run.execution, run.branch, holding)
     return found
 
 
@@ -250,15 +263,15 @@ def _move(tx: Tx, number: int, was: str, status: str, **values: Any) -> None:
     tx.record(APPROVAL, tx._encoded(APPROVAL, {**values, "status": status}, partial=True), number)
 
 
-def withdraw(layer: Any, execution: Execution) -> None:
-    """The execution is over: what it waited for is not wanted any more."""
+def withdraw(layer: Any, execution: Execution, over: bool = True) -> None:
+    """The execution is over, or about to be: what it waited for is not wanted any more; what was approved may be done until it is over."""
     for row in of(layer, execution.id or 0):
-        if row["status"] in ("pending", "approved"):
+        if row["status"] == "pending" or (over and row["status"] == "approved"):
             status, gone = ("withdrawn", None) if row["status"] == "pending" else ("failed", {"error": _OVER})
             try:
                 mark(layer, execution, row["id"], status, row["status"], result=gone)
             except Conflict:
-                pass  # it was answered this moment
+                return withdraw(layer, execution, over)  # it was answered this moment
 
 
 _OVER = {"code": "conflict", "message": "the box ended before it was done", "hint": None}
@@ -406,6 +419,9 @@ def answer(call: Call, *, id: int, approve: bool, reason: str | None = None) -> 
     if row["expires"] is not None and row["expires"] <= datetime.now(UTC):
         layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "expired", answered=now()))
         raise Conflict(f"approval {id} has expired", hint="whoever asked must ask anew")
+    if row["action"] != "merge" and _over(layer, row["execution"]):  # whoever looked after it ended before it said so
+        layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "withdrawn"))
+        raise Conflict(f"approval {id} is withdrawn: the box that asked has ended", hint="layer approvals --all")
     values: dict[str, Any] = {"answered_by": call.asking.principal, "answered": now(), "answer": reason or call.reason}
     if not approve:
         layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "refused", **values))
@@ -423,6 +439,12 @@ def answer(call: Call, *, id: int, approve: bool, reason: str | None = None) -> 
     return {"approval": id, "status": "done", **result}
 
 
+def _over(layer: Any, execution: int) -> bool:
+    with layer.engine.reading() as session:
+        sql = f"select 1 from {layer.engine.schema_prefix}ledger_outcome where execution = ?"
+        return session.one(sql, (execution,)) is not None
+
+
 def _told(layer: Any, row: Mapping[str, Any], status: str) -> dict[str, Any]:
     """What becomes of it: somebody must hear of the answer, if the box that waits is here."""
     from . import tending
@@ -433,9 +455,14 @@ def _told(layer: Any, row: Mapping[str, Any], status: str) -> dict[str, Any]:
 
 
 def _may_answer(call: Call, row: Mapping[str, Any]) -> None:
-    """Denied when this principal may not answer; NotFound where it may not even know."""
-    layer, who, resource = call.layer, call.asking.principal, f"contract:{row['contract'] or '*'}"
-    by = (row["rule"] or {}).get("by")
+    """Denied when this principal may not answer, for each contract that asks; NotFound where it may not even know."""
+    rule = row["rule"] or {}
+    for each in (rule, *rule.get("also", ())):
+        _may_answer_for(call, row, f"contract:{each.get('of') or row['contract'] or '*'}", each.get("by"))
+
+
+def _may_answer_for(call: Call, row: Mapping[str, Any], resource: str, by: list[str] | None) -> None:
+    layer, who = call.layer, call.asking.principal
     with layer.engine.reading() as session:
         policy = layer._catalog.policy(session, who, clock(layer.engine, session)[1])
         allowed, grants = policy.outright("approve", resource)

@@ -27,7 +27,7 @@ from ..settings import config_directory, state_directory
 from ..substrate import slices
 from ..substrate.ledger import Execution, Scope, Tx, now
 from ..substrate.narrow import canonical, compiled
-from ..substrate.predicates import compile_predicate
+from ..substrate.predicates import both, compile_predicate
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import json_text
@@ -91,6 +91,7 @@ def by_id(layer: Any, number: int) -> Contract:
 
 
 def _contract(layer: Any, row: Mapping[str, Any]) -> Contract:
+    _check_shape(row)
     blueprint = None if row["blueprint"] is None else row_by_id(layer, "blueprint", row["blueprint"])
     tier = row["tier"] or (Blueprint().tier if blueprint is None else blueprint["tier"])
     return Contract(
@@ -100,6 +101,24 @@ def _contract(layer: Any, row: Mapping[str, Any]) -> Contract:
         tuple(row["artifacts"] or ()), row["model"], argv(row["program"]), row["instructions"],
         tuple(row["approvals"] or ()), tuple(row["stops"] or ()), tuple(row["contracts"] or ()),
     )  # fmt: skip
+
+
+def _check_shape(row: Mapping[str, Any]) -> None:
+    """Refuses a row that was not written by `contract.define` and could be no contract: whoever keeps its boxes relies on it."""
+    for keys, each in (
+        (("functions", "projections", "artifacts", "contracts"), str),
+        (("approvals", "stops"), Mapping),
+    ):
+        for key in keys:
+            if row[key] is not None and not (
+                isinstance(row[key], list) and all(isinstance(one, each) for one in row[key])
+            ):
+                raise Invalid(
+                    f"{key} of contract {row['name']!r} are no list of {'names' if each is str else 'rules'}",
+                    hint="contract.define checks it",
+                )
+    check_agent(row)
+    check_budget(f"contract {row['name']!r}", row["budget"])
 
 
 def argv(program: Any) -> tuple[str, ...] | None:
@@ -222,7 +241,21 @@ def check(layer: Any, row: Mapping[str, Any], blueprint: Mapping[str, Any] | Non
             raise Invalid(f"{what} has no action {wrong[0]!r}", hint="insert, update, delete")
     for tier in (row["minimum_tier"], row["tier"]):
         check_tier(tier) if tier is not None else None
-    for key, amount in (row["budget"] or {}).items():
+    check_budget(what, row["budget"])
+    said = {**(blueprint or {}), "egress": list(egress(row, blueprint)), "secrets": list(lent(row, blueprint))}
+    models.bind(what, vault.bind(said["egress"], vault.wanted(said["secrets"])), row["model"])
+    if "money" in (row["budget"] or {}) and not (row["model"] or {}).get("prices"):
+        raise Invalid(
+            f"the budget of {what} is in money, and its model has no prices",
+            hint='"prices": {"input": 3, "output": 15}',
+        )
+
+
+def check_budget(what: str, budget: Any) -> None:
+    """Refuses a budget that nobody could count against."""
+    for key, amount in (
+        budget.items() if isinstance(budget, Mapping) else [("it", budget)] if budget is not None else []
+    ):
         if (
             key not in BUDGET
             or isinstance(amount, bool)
@@ -232,13 +265,6 @@ def check(layer: Any, row: Mapping[str, Any], blueprint: Mapping[str, Any] | Non
             raise Invalid(
                 f"the budget of {what} has {', '.join(BUDGET)}, each a number above 0, not {key}={amount!r:.60}"
             )
-    said = {**(blueprint or {}), "egress": list(egress(row, blueprint)), "secrets": list(lent(row, blueprint))}
-    models.bind(what, vault.bind(said["egress"], vault.wanted(said["secrets"])), row["model"])
-    if "money" in (row["budget"] or {}) and not (row["model"] or {}).get("prices"):
-        raise Invalid(
-            f"the budget of {what} is in money, and its model has no prices",
-            hint='"prices": {"input": 3, "output": 15}',
-        )
 
 
 MODEL = {"api", "url", "model", "secret", "max_tokens", "timeout", "prices"}
@@ -352,7 +378,7 @@ def view(layer: Any, contract: Contract, slice: Any, branch: str) -> dict[str, A
             )
         part = dict(contract.reads[entity])
         if where is not None:
-            part["where"] = f"({part['where']}) and ({where})" if part.get("where") else where
+            part["where"] = where if not part.get("where") else both(part["where"], where)
         found[entity] = part
     compiled(canonical(found), layer.schema(branch))
     return found

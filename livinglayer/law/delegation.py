@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import Conflict, Denied, LayerError, LimitExceeded
 from ..sandbox.blueprint import TIERS
 from ..sandbox.egress import rules
+from ..substrate.predicates import both
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from . import contracts, usage
@@ -50,7 +51,7 @@ def within(parent: Contract, child: Contract) -> Contract:
         projections=tuple(name for name in child.projections if name in parent.projections),
         tier=max(parent.tier, child.tier, key=TIERS.index), minimum=max(least, key=TIERS.index, default=None),
         egress=(*(said for said, rule in zip(parent.egress, allowed, strict=True) if rule.action == "deny"), *child.egress),
-        approvals=(*child.approvals, *(rule for rule in parent.approvals if rule not in child.approvals)),
+        approvals=(*({**rule, "of": None} for rule in child.approvals), *({**rule, "of": rule.get("of") or parent.name} for rule in parent.approvals)),
         stops=(*child.stops, *parent.stops), budget=_smaller(parent.budget, child.budget),
         terms=hashlib.sha256(f"{parent.terms}/{child.terms}".encode()).hexdigest()[:16],
     )  # fmt: skip
@@ -80,7 +81,7 @@ def _narrowed(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, 
             if not mine["actions"]:  # none would mean all
                 continue
         if theirs.get("where"):
-            mine["where"] = f"({theirs['where']}) and ({mine['where']})" if mine.get("where") else theirs["where"]
+            mine["where"] = both(theirs["where"], mine["where"]) if mine.get("where") else theirs["where"]
         found[entity] = mine
     return found
 

@@ -89,6 +89,8 @@ class Run:
     def step(self, kind: str, **detail: Any) -> int:
         """Record an act; its number."""
         self._room(1)
+        if (size := len(dumps(detail))) > INLINE:
+            self._keep(size)
         self.steps.append((kind, detail, now()))
         return len(self.steps)
 
@@ -123,12 +125,15 @@ class Run:
         """Keep content that a step names; its digest. What the box `asked` for has a limit, and a step it goes with."""
         if asked:
             self._room(1)
-            if self.kept + len(data) > KEPT:
-                raise LimitExceeded(f"no more than {KEPT} bytes are kept of one execution", hint="keep less")
-            self.kept += len(data)
+            self._keep(len(data))
         found = digest(data)
         self.layer.engine.put_blob(found, data)
         return found
+
+    def _keep(self, size: int) -> None:
+        if self.kept + size > KEPT:
+            raise LimitExceeded(f"no more than {KEPT} bytes are kept of one execution", hint="keep less")
+        self.kept += size
 
     def _told(self, data: bytes) -> dict[str, Any]:
         """An answer that nobody could give again later: a step holds it itself while it is short."""
@@ -302,6 +307,8 @@ class Run:
 
     def _on_emit(self, given: _Given) -> Any:
         name, data = given.text("name"), given.get("data")
+        if len(name) > 1000:
+            raise Invalid("the name of an event is at most 1000 characters")
         if len(dumps(data)) > 65536:
             raise LimitExceeded("an event is at most 64 KiB", hint="keep large content as an artifact")
         self.step("emit", name=name, data=data)

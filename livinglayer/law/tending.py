@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from ..errors import Conflict, Denied, LayerError, LimitExceeded, NotFound, Unavailable
+from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
 from ..sandbox.egress import rules
 from ..sandbox.sandbox import Sandbox
 from ..settings import state_directory
@@ -105,6 +105,11 @@ class Bound(Run):
             raise Denied(
                 f"contract {self.contract.name!r} is no more", resource=f"contract:{self.contract.name}"
             ) from None
+        except Invalid as error:
+            raise Denied(
+                f"contract {self.contract.name!r} can't be kept to any more: {error.message}",
+                resource=f"contract:{self.contract.name}",
+            ) from None
         if found.terms != self.terms or found.name != self.contract.name:
             raise Denied(
                 f"contract {self.contract.name!r} has changed since this box was made",
@@ -148,9 +153,8 @@ class Bound(Run):
 
     def called(self, name: str, arguments: Any, key: str | None = None) -> bytes:
         if key is None and name in self.contract.functions:
-            rule = approvals.of_call(self, self.contract.approvals, name, arguments)
-            if rule is not None:
-                raise approvals.Needed(rule)
+            if needed := approvals.of_call(self, self.contract.approvals, name, arguments):
+                raise approvals.Needed(needed)
         return super().called(name, arguments, key)
 
     def _on_delegate(self, given: Any) -> Any:
@@ -277,8 +281,11 @@ class Kept:
         try:
             if self.contract is not None:
                 self.run = Bound(self.layer, self.execution, self.branch, self.given, self.box)
-        except LayerError as error:  # nobody can act under it any more
-            self.problem = Denied(f"contract {self.given.get('contract')!r} is no more: {error.message}")
+        except (Unavailable, Conflict):
+            raise
+        except Exception as error:  # nobody can act under it any more
+            said = error.message if isinstance(error, LayerError) else repr(error)
+            self.problem = Denied(f"contract {self.given.get('contract')!r} is no more: {said}")
         self.run.before, self.seen, self.began = self._recorded()
         if isinstance(self.run, Bound):
             self.run.used, self.run.asks.hold = self.used, self._hold
@@ -639,6 +646,8 @@ class Kept:
         for name, amount in {"steps": STEPS, **budget}.items():
             if spent[name] > amount:
                 return _spent(name, spent[name], amount)
+        if self.run.before + len(self.run.steps) >= STEPS:  # no more are recorded
+            return _spent("steps", STEPS, STEPS)
         return None
 
     # Its end
@@ -735,14 +744,18 @@ class Kept:
         wall = (datetime.now(UTC) - self.began).total_seconds()
         spent = (round(wall, 3), *self.spent().values(), 0, now())
         row = ("ledger_usage", (self.number, self.execution.principal, self.contract, None, *spent))
+        self._withdraw(over=False)  # whoever is killed after it is over is followed by nobody
         try:
             self.layer._ledger.conclude(self.execution, status, told, facts=[*self.run.facts(), row])
         except Denied:
             self.layer._ledger.let_go(self.execution)  # another was quicker
-        if not isinstance(self.run, Bound) or self.run.contract.approvals:
-            approvals.withdraw(self.layer, self.execution)
+        self._withdraw(over=True)
         self.ended = True
         self.layer.engine.release(f"{usage.LIVE}{self.number}", self.tending.id)
+
+    def _withdraw(self, over: bool) -> None:
+        if not isinstance(self.run, Bound) or self.run.contract.approvals:
+            approvals.withdraw(self.layer, self.execution, over)
 
 
 def _spent(name: str, used: float, amount: float) -> LimitExceeded:
@@ -805,7 +818,10 @@ class Tending:
             if waiting:
                 here = {found["labels"].get("box"): found for found in _boxes(self.layer)}
                 for number, key, started in waiting:
-                    self._take(number, here.get(key), started)
+                    try:
+                        self._take(number, here.get(key), started)
+                    except Exception as error:  # one of them is no reason to leave the others alone
+                        log.exception("box of execution %s", number, exc_info=error)
             if time.monotonic() - self._swept > SWEEP:
                 self._swept = time.monotonic()
                 self._sweep()

@@ -250,7 +250,7 @@ def said(run: Run, given: Any) -> dict[str, Any]:
     step(
         run,
         str(told.get("id") or "")[:200],
-        told["name"][:NAME],
+        told["name"],
         "box",
         told.get("arguments"),
         text,
@@ -262,7 +262,7 @@ def said(run: Run, given: Any) -> dict[str, Any]:
 
 def step(run: Run, id: str, name: str, where: str, arguments: Any, result: str, error: bool, ms: float | None) -> None:
     """One use of a tool as a step; what is long is stored by content."""
-    detail: dict[str, Any] = {"id": id, "name": name, "where": where, "error": error, "ms": ms}
+    detail: dict[str, Any] = {"id": id, "name": name[:NAME], "where": where, "error": error, "ms": ms}
     for key, text in (("arguments", dumps(arguments).decode()), ("result", result)):
         if len(text) <= INLINE:
             detail[key] = arguments if key == "arguments" else text

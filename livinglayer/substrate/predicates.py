@@ -114,7 +114,8 @@ def _parse(text: str) -> Any:
     except (sqlglot.errors.SqlglotError, RecursionError):
         raise Invalid(f"predicate {text!r} can't be read", hint=HINT) from None
     used = [key for key, value in tree.args.items() if value]
-    if type(tree) is not exp.Select or used != ["expressions"] or len(tree.expressions) != 1:
+    whole = type(tree) is exp.Select and used == ["expressions"] and len(tree.expressions) == 1
+    if not whole or type(tree.expressions[0]) is not exp.Paren:  # `a) or (b` would be another one beside a third
         raise Invalid(f"predicate {text!r} is not one expression", hint=HINT)
     nodes = list(tree.expressions[0].walk())
     if len(nodes) > NODES:
@@ -124,6 +125,12 @@ def _parse(text: str) -> Any:
         if not isinstance(node, _LANGUAGE) or unknown:
             raise Invalid(f"predicate {text!r}: {node.sql()!r} is not part of the language", hint=HINT)
     return tree.expressions[0]
+
+
+def both(one: str, other: str) -> str:
+    """The predicate that holds where two do; each must be one by itself."""
+    parse(one), parse(other)
+    return f"({one}) and ({other})"
 
 
 def compile_predicate(text: str, schema: Schema, entity: Entity) -> Predicate:

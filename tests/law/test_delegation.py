@@ -131,7 +131,7 @@ def test_within_only_narrows(office: Layer) -> None:
         replace(hand, approvals=(other,), egress=("a.test",), minimum="container"),
     )  # fmt: skip
     assert both.tier == "microvm" and both.minimum == "container"
-    assert both.approvals == (other, rule) and both.stops == ({"denials": 3},)
+    assert both.approvals == ({**other, "of": None}, {**rule, "of": "head"}) and both.stops == ({"denials": 3},)
     assert both.egress == ({"host": "x.test", "action": "deny"}, "a.test")
     assert delegation.within(replace(head, scope={"ticket": {"actions": ["delete"]}}), hand).scope == {}
     more: list[dict[str, Any]] = [
