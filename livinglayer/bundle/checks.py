@@ -151,9 +151,8 @@ class Checking:
 
     def parts(self, kind: str, name: str, key: str, spec: Mapping[str, Any]) -> None:
         """Entities that are read or written, with fields and conditions."""
-        given = spec.get(key)
         with self.at(kind, name, key):
-            found = parts(key, {each: part or {} for each, part in given.items()} if isinstance(given, dict) else given)
+            found = parts(key, spec.get(key))
         for entity, part in found.items():
             with self.at(kind, name, f"{key}.{entity}"):
                 self.fields(entity, part.get("fields") or ())

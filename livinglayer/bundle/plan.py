@@ -501,7 +501,7 @@ class Widening:
             ("allow", name, part.get("fields"), part.get("where"))
             for row in self.found.rows["contract"].values()
             for label in ("reads", "scope")
-            for name, part in _by_name(row[label]).items()
+            for name, part in parts(label, row[label]).items()
         ]
         if kind == "rename_entity":
             if any((effect, name) == ("deny", entity) for effect, name, _, _ in said):
@@ -597,7 +597,7 @@ class Widening:
         said = [f"{word} {_of(each)}" for label, word in (("functions", "calls"), ("projections", "shows"), ("contracts", "delegates to"))
                 for each in _more(was.get(label), after.get(label))]  # fmt: skip
         for label, word in (("reads", "reads"), ("scope", "writes")):
-            mine, theirs = _by_name(after.get(label)), _by_name(was.get(label))
+            mine, theirs = parts(label, after.get(label)), parts(label, was.get(label))
             said += [
                 f"{word} {entity}"
                 for entity, part in mine.items()
@@ -694,14 +694,6 @@ def _opened(was: Sequence[Any] | None, now: Sequence[Any] | None) -> list[str]:
         if not denies(rule)
     ]
     return opened + ["egress: a prohibition goes" for rule in _more(now, was) if denies(rule)]
-
-
-def _by_name(given: Any) -> dict[str, Mapping[str, Any]]:
-    if given is None:
-        return {}
-    return (
-        {name: {} for name in given} if isinstance(given, list) else {name: part or {} for name, part in given.items()}
-    )
 
 
 def _within(part: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

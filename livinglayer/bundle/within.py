@@ -41,6 +41,9 @@ class _Reads:
         tx, seconds = self._tx, self._tx.work.settings.query_seconds
         return tx.engine.inside(tx, sql, params, time.monotonic() + seconds, 1), tx.number
 
+    def query(self, sql: str, params: Any, branch: str, as_of: None, principal: int, *_: Any) -> list[dict[str, Any]]:
+        return self.query_at(sql, params, branch, as_of, principal)[0]
+
 
 def within(layer: Any, tx: Tx) -> Any:
     """The layer as the tx sees it now; nothing that is found so is kept for others."""

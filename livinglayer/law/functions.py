@@ -67,9 +67,9 @@ def parts(what: str, given: Any) -> dict[str, Any]:
         return {}
     if isinstance(given, list | tuple):
         given = {name: {} for name in given}
-    if not isinstance(given, Mapping) or not all(isinstance(part, Mapping) for part in given.values()):
+    if not isinstance(given, Mapping) or not all(isinstance(part, Mapping | None) for part in given.values()):
         raise Invalid(f"{what} are a list of entities, or a dict: entity -> fields, where")
-    return {name: dict(part) for name, part in given.items()}
+    return {name: dict(part or {}) for name, part in given.items()}
 
 
 def load(layer: Any, name: str, branch: str = "main", as_of: int | None = None) -> Function:

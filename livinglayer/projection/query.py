@@ -103,7 +103,7 @@ def check(layer: Any, row: Mapping[str, Any], principal: int, branch: str = "mai
         raise Invalid(f"projection {name} uses :{missing[0]}, which is no parameter of it")
     if idle := sorted(set(parameters) - used):
         raise Invalid(f"projection {name} has a parameter {idle[0]!r} that its statement does not use")
-    tried = f"select * from ({statement.strip().rstrip(';')}) q limit 0"
+    tried = f"select * from ({statement.strip().rstrip(';')}\n) q limit 0"  # its last line may be a comment
     layer._reads.query_at(tried, dict.fromkeys(used), branch, None, principal)
 
 
