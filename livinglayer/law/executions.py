@@ -237,7 +237,7 @@ class Run:
 
     def _on_upsert(self, given: _Given) -> Any:
         entity, values, on = given.text("entity"), given.get("values"), given.get("on")
-        if not isinstance(values, dict) or not isinstance(on, list):
+        if not isinstance(values, dict) or not isinstance(on, list) or not all(isinstance(one, str) for one in on):
             raise Invalid("upsert takes an object of fields, and in `on` the names of those that tell rows apart")
         [number], found = self.layer._ledger.reserve(1), list[int]()
         self._change([partial(_upsert, entity, values, on, number, found)])

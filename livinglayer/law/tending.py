@@ -291,6 +291,7 @@ class Kept:
             self.run.used, self.run.asks.hold = self.used, self._hold
             for _, detail in recorded(self.run, ("refusal",)):
                 self.run.stops.refused(detail["code"])
+            self._recall(self.run)
         self.frozen, self._held = False, 0.0  # whether its box waits, and when that was last looked at
         self.strangers = 0
         self.stopped: str | None = None  # the query that was waited for
@@ -326,6 +327,16 @@ class Kept:
             began = session.one(f"select {started} from {at}ledger_execution x where x.id = ?", (self.number,))
         assert began is not None
         return last, when, datetime.fromisoformat(began[0])
+
+    def _recall(self, run: Bound) -> None:
+        """The secrets it has read before, which are still not kept where it shows them."""
+        for name in {detail["name"] for _, detail in recorded(run, ("secret",)) if detail.get("use") == "read"}:
+            try:
+                run.read |= vault.readable(
+                    self.layer, name, self.execution, run.readable, principal=run.deciding, branch=run.branch
+                )
+            except LayerError as error:
+                log.warning("secret %s of execution %s: %s", name, self.number, error)
 
     def _remember(self) -> None:
         """Go on from what was known of its usage."""

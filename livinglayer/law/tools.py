@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from ..errors import Invalid, LayerError, NotFound
 from ..substrate.ledger import now
 from ..substrate.schema import Entity, Field
+from . import secrets as vault
 from .blueprints import row_of
 from .executions import INLINE, STEPS, Run, digest
 from .signature import Signature, dumps
@@ -262,6 +264,12 @@ def said(run: Run, given: Any) -> dict[str, Any]:
 
 def step(run: Run, id: str, name: str, where: str, arguments: Any, result: str, error: bool, ms: float | None) -> None:
     """One use of a tool as a step; what is long is stored by content."""
+    if run.read:  # secrets it was let read are not kept where it shows them
+        result = vault.hide(run.read, result.encode("utf-8", "replace")).decode("utf-8", "replace")
+        try:
+            arguments = json.loads(vault.hide(run.read, dumps(arguments)))
+        except ValueError:  # the value of one has brackets or commas
+            arguments = None
     detail: dict[str, Any] = {"id": id, "name": name[:NAME], "where": where, "error": error, "ms": ms}
     for key, text in (("arguments", dumps(arguments).decode()), ("result", result)):
         if len(text) <= INLINE:

@@ -182,3 +182,33 @@ def test_a_row_that_is_no_contract_keeps_nobody_from_looking_after_others(clerks
     tending.of(clerks).look()
     assert outcome(clerks, told["execution"])["status"] == "denied"
     assert ask(Sandbox.connect(other["id"]), "print(layer.query('select 1 as n'))") == "[{'n': 1}]"
+
+
+def test_a_secret_that_was_read_is_in_no_step_of_a_tool(clerks: Layer) -> None:
+    """Also when somebody else looks after the box since."""
+    clerks.call("secret.set", name="SEEN", value="sesame-0123456789")
+    clerks.call("blueprint.define", name="seeing", secrets=[{"name": "SEEN", "readable": True}])
+    clerks.call("contract.define", {**test_approvals.CLERK, "blueprint": "seeing"})
+    clerks.grant("ann", "use", "secret:SEEN")
+    box, told = test_approvals.make(clerks)
+    show = "layer._ask('/said', {'tool': {'name': 'shell', 'arguments': {'command': 'echo ' + s}, 'result': s}})"
+    assert ask(box, f"s = layer.secret('SEEN')\n{show}\nprint(len(s))") == "17"
+    tending.of(clerks).close()
+    tending.of(clerks).look()
+    ask(box, f"s = ''.join(('sesame-', '0123456789'))\n{show}")
+    box.kill()
+    outcome(clerks, told["execution"])
+    sql = "select cast(detail as text) as detail from step where execution = :e and kind = 'tool'"
+    found = [step["detail"] for step in clerks.query(sql, {"e": told["execution"]})]
+    assert len(found) == 2 and "sesame-0123456789" not in "".join(found)
+
+
+def test_what_a_box_gives_in_the_wrong_shape_is_refused_on_record(clerks: Layer) -> None:
+    box, told = test_approvals.make(clerks)
+    assert refusal(box, "layer._ask('/upsert', {'entity': 'ticket', 'values': {'title': 'x'}, 'on': [[]]})").startswith(
+        "Invalid"
+    )
+    box.kill()
+    outcome(clerks, told["execution"])
+    [step] = clerks.query("select detail from step where execution = :e and kind = 'refusal'", {"e": told["execution"]})
+    assert step["detail"]["do"] == "upsert"
