@@ -44,6 +44,11 @@ class Needed(LayerError):
         self.rule = {**first, "also": more} if more else first
 
 
+def raised(told: Mapping[str, Any] | None) -> LayerError | None:
+    """An error as it was recorded."""
+    return None if told is None else _KINDS.get(told["code"], LayerError)(told["message"], hint=told["hint"])
+
+
 class Halted(BaseException):
     """Whoever waits here stops; another goes on."""
 
@@ -380,8 +385,7 @@ class Asks:
         if row["status"] == "done":
             return row["result"]
         if row["status"] == "failed":
-            told = row["result"]["error"]
-            raise _KINDS.get(told["code"], LayerError)(told["message"], hint=told["hint"])
+            raise raised(row["result"]["error"]) or LayerError("it failed")
         who = None if row["answered_by"] is None else self.layer._name_of(row["answered_by"])
         said = {"refused": f"{who} has refused to", "expired": "nobody has answered in time to"}.get(row["status"], "nobody is asked any more to")  # fmt: skip
         why = f": {row['answer']}" if row["answer"] else ""

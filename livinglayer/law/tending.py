@@ -287,6 +287,10 @@ class Kept:
             said = error.message if isinstance(error, LayerError) else repr(error)
             self.problem = Denied(f"contract {self.given.get('contract')!r} is no more: {said}")
         self.run.before, self.seen, self.began = self._recorded()
+        self.stopped: str | None = None  # the query that was waited for
+        self._known: LayerError | None = None  # why it ends
+        for _, detail in recorded(self.run, ("stop",)):  # somebody decided that, and could not conclude it
+            self.stopped, self._known = detail.get("stopped"), approvals.raised(detail.get("error"))
         if isinstance(self.run, Bound):
             self.run.used, self.run.asks.hold = self.used, self._hold
             for _, detail in recorded(self.run, ("refusal",)):
@@ -294,7 +298,6 @@ class Kept:
             self._recall(self.run)
         self.frozen, self._held = False, 0.0  # whether its box waits, and when that was last looked at
         self.strangers = 0
-        self.stopped: str | None = None  # the query that was waited for
         self.offset, self.ended, self.untold = 0, False, list[dict[str, Any]]()
         self.cpu, self.memory, self.sent, self.received, self._cpu_now = 0.0, 0.0, 0, 0, 0.0
         self._heard = {"cpu": 0.0, "sent": 0.0, "received": 0.0, "tokens": 0.0, "money": 0.0}
@@ -494,17 +497,17 @@ class Kept:
             return
         self._watch()
         self._flush()
-        problem = self.problem or self._over()
+        problem = self._known or self.problem or self._over()
         if problem is None and isinstance(self.run, Bound):
             try:
                 self.run.stand()
             except Denied as error:
                 problem = error
             problem = problem or self.run.stops.over
-            if problem is None and (stopped := self._met()) is not None:
+            if problem is None and (stopped := self.stopped or self._met()) is not None:
                 self.stopped = stopped
                 self._files()
-                self._flush()
+                self._decided({"stopped": stopped})
                 assert self.box is not None
                 self.box.kill()
                 return self.conclude()
@@ -668,8 +671,15 @@ class Kept:
         self.run.open = False
         assert self.box is not None
         self._files()
+        self._decided({"error": {"code": problem.code, "message": problem.message, "hint": problem.hint}})
         self.box.kill()
         self.conclude(problem)
+
+    def _decided(self, why: dict[str, Any]) -> None:
+        """Record why it ends before it does: whoever finds the box killed knows then."""
+        if not recorded(self.run, ("stop",)):
+            self.run.steps.append(("stop", why, now()))
+        self._flush()
 
     def _files(self) -> None:
         """The files it changed, as steps."""
@@ -726,7 +736,7 @@ class Kept:
 
     def conclude(self, problem: LayerError | None = None) -> None:
         """The box is gone: record the rest, and how it ended."""
-        self.run.open = False
+        self.run.open, problem = False, problem or self._known
         try:
             self._watch()
         except LayerError as error:

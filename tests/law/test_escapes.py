@@ -212,3 +212,28 @@ def test_what_a_box_gives_in_the_wrong_shape_is_refused_on_record(clerks: Layer)
     outcome(clerks, told["execution"])
     [step] = clerks.query("select detail from step where execution = :e and kind = 'refusal'", {"e": told["execution"]})
     assert step["detail"]["do"] == "upsert"
+
+
+@pytest.mark.parametrize("ends", ["budget", "query"])
+def test_why_a_box_ended_is_known_to_whoever_comes_next(clerks: Layer, ends: str) -> None:
+    """Whoever looked after it is killed after it has killed the box, before it has said so."""
+    stop = "select id from ticket where priority = 7"
+    more = {"budget": {"steps": 5}} if ends == "budget" else {"stops": [{"query": stop}]}
+    clerks.call("contract.define", {**test_approvals.CLERK, "approvals": None, **more})
+    box, told = test_approvals.make(clerks)
+    wait_until(lambda: told["execution"] in tending.of(clerks).kept, "somebody looks after it", 10)
+    tending.of(clerks).close()
+    # What it does until it is killed: the step, and the box.
+    kept = tending.Kept(tending.of(clerks), told["execution"], told["id"])
+    if ends == "budget":
+        kept._decided({"error": {"code": "limit_exceeded", "message": "over its budget of 5 steps: 6", "hint": None}})
+    else:
+        kept._decided({"stopped": stop})
+    box.kill()
+    clerks._ledger.let_go(kept.execution)
+    tending.of(clerks).look()
+    end = outcome(clerks, told["execution"])
+    if ends == "budget":
+        assert end["status"] == "failed" and "over its budget of 5 steps" in end["result"]["error"]["message"]
+    else:
+        assert end["status"] == "done" and end["result"]["stopped"] == stop
