@@ -78,6 +78,10 @@ def test_make_up_leaves_a_help_desk_that_is_looked_after(
         assert worker is not None and f"Worker {worker} looks after it" in first
         with livinglayer.open(home) as layer:  # and it goes on doing so
             cara = layer.query("select id from customer where email = 'cara@example.com'")[0]["id"]
+            rows = layer.query("select id from ticket")
+            rows += layer.query("select id from execution where function = 'ticket.triage'")
+            named = {int(number) for number in re.findall(r"^\$ layer .*?\b(2\d{3})\b", README, re.M)}
+            assert named and named <= {cara, *(row["id"] for row in rows)}  # what the README speaks of is there
             made = layer.insert("ticket", {"title": "The app is slow", "customer": cara}, principal="cara")
             state = lambda: layer.query("select status from ticket where id = :id", {"id": made})[0]["status"]  # noqa: E731
             wait_until(lambda: state() == "triaged", "triage of a new ticket")
@@ -95,5 +99,5 @@ def test_the_commands_shown_exist(page: str) -> None:
     shown = re.findall(r"^(?:\$|   ) layer (.*?)(?:   |  #|\n| &&)", page, re.M)
     assert len(shown) > 5
     for line in shown:
-        words = re.findall(r"'[^']*'|\"[^\"]*\"|\S+", re.sub(r"\{\w+\}", "7", line))
+        words = re.findall(r"'[^']*'|\"[^\"]*\"|\S+", re.sub(r"\{\w+\}|\b(ID|AGENT)\b", "7", line))
         assert parser().parse_args([word.strip("'\"") for word in words]).command in COMMANDS

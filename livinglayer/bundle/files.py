@@ -34,7 +34,9 @@ def read(directory: str | os.PathLike[str]) -> dict[str, bytes]:
     try:
         top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise NotFound(f"there is no directory {str(directory)!r}") from None
+        raise NotFound(
+            f"there is no directory {str(directory)!r}", hint="a bundle is a directory with a bundle.yaml"
+        ) from None
     except (OSError, ValueError) as error:
         raise Invalid(
             f"{str(directory)!r} can't be read as a bundle: {_reason(error)}", hint="name a directory"
@@ -255,13 +257,13 @@ def unpack(data: bytes) -> dict[str, bytes]:
 def write(directory: str | os.PathLike[str], files: Mapping[str, bytes]) -> None:
     """Write files into a directory that is new or empty, or holds a bundle: of that, what is not among them goes."""
     top, wanted = Path(directory), check(files)
-    before = set(read(top)) if top.is_dir() else set()
+    before = read(top) if top.is_dir() else {}
     top.mkdir(parents=True, exist_ok=True)
     for path, data in wanted.items():
-        place = top / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        put(place, data)
-    for path in before - set(wanted):
+        if before.get(path) != data:
+            (top / path).parent.mkdir(parents=True, exist_ok=True)
+            put(top / path, data)
+    for path in before.keys() - wanted.keys():
         (top / path).unlink()
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable
 
 import layer
 import layer_models
@@ -371,9 +371,5 @@ def short(text: str) -> str:
     return line if len(line) <= SHOWN and len(text) <= 4 * SHOWN else line[: SHOWN - 1] + "…"
 
 
-def start() -> NoReturn:
-    sys.exit(main())
-
-
 if __name__ == "__main__":
-    start()
+    sys.exit(main())

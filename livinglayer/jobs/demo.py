@@ -1,4 +1,4 @@
-"""The tour: a help desk lives for a minute, and shows what a layer does. Each chapter does something real and gives what it claims."""
+"""The tour: a help desk lives for seconds, and shows what a layer does. Each chapter does something real and gives what it claims."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Tour:
             request = self.layer.query("select resource, request, reason from approval where id = :id", {"id": asked})[
                 0
             ]
-            self.tell.bad(
+            self.tell.say(
                 f"It wants {request['resource']} with {_given(request['request'])}: {request['reason']}. Its box is {state} meanwhile."
             )
             self.layer.call("approval.answer", id=asked, approve=True, reason="plainly our fault", principal="leo")
@@ -186,7 +186,7 @@ class Tour:
         self.tell.rows(
             [
                 {"entity": each["entity"], "id": each["id"], "op": each["op"], "fields": ", ".join(each["fields"])}
-                for each in map(_change, changes)
+                for each in changes
             ]
         )
         self.layer.call("approval.answer", id=proposal, approve=True, reason="good work", principal="leo")
@@ -370,27 +370,16 @@ class Tour:
         self.tell.say(
             f"{counts['tx']} transactions, {counts['execution']} executions and {counts['step']} steps came of all this."
         )
-        self.tell.good(
-            "layer verify: every row and every hash was read again, and the chain holds."
-            if report
-            else f"damaged: {report.problems[:1]}"
-        )
+        if report:
+            self.tell.good("layer verify: every row and every hash was read again, and the chain holds.")
+        else:
+            self.tell.bad(f"layer verify: damaged: {report.problems[:1]}")
         return {"verified": bool(report), **counts}
 
 
 def _given(request: Mapping[str, Any]) -> str:
     arguments = (request.get("given") or {}).get("arguments") or {}
     return ", ".join(f"{name}={value}" for name, value in arguments.items())
-
-
-def _change(each: Mapping[str, Any]) -> dict[str, Any]:
-    fields = each.get("fields") or each.get("changes") or {}
-    return {
-        "entity": each["entity"],
-        "id": each.get("id", each.get("row_id")),
-        "op": each.get("op"),
-        "fields": [str(name) for name in fields],
-    }
 
 
 PROMISES: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {

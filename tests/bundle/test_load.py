@@ -451,7 +451,7 @@ def test_pipes_sockets_and_devices_are_refused_and_not_waited_for(directory: Pat
 
 
 def test_what_is_swapped_while_it_is_read_is_never_followed(directory: Path, tmp_path: Path) -> None:
-    outside = lay(tmp_path / "outside", {"triage.py": b"token = 'secret'\n", "a.md": b"secret"})
+    outside = lay(tmp_path / "outside", {"triage.py": b"token = 'planted'\n", "a.md": b"planted"})
     over = threading.Event()
 
     def swap() -> None:
@@ -480,7 +480,7 @@ def test_what_is_swapped_while_it_is_read_is_never_followed(directory: Path, tmp
                 found = load(directory)
             except LayerError:
                 continue
-            assert not any(b"secret" in data for data in found.files.values())
+            assert not any(b"planted" in data for data in found.files.values())
     finally:
         over.set()
         for each in threads:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from livinglayer.edges.cli.approvals import wanted
 from livinglayer.edges.cli.commands import acting, arg, changes, command, flat
+from livinglayer.edges.cli.commands import seconds as to_the_second
 from livinglayer.edges.cli.table import BOLD, DIM, GREEN, RED, Printer, counted, cut, escape, text
 from livinglayer.errors import Invalid, LayerError, NotFound
 
@@ -70,7 +71,7 @@ def list_(layer: Layer, args: Namespace, out: Printer) -> None:
     for row in layer.query(sql, params, principal=acting(args)):
         given, result = row.pop("arguments") or {}, row.pop("result") or {}
         rows.append(row | {"proposal": result.get("proposal"), "task": (given.get("agent") or {}).get("task")})
-    out.rows(rows, noun="agent")
+    out.rows(rows if out.json else to_the_second(rows), noun="agent")
 
 
 @command(

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from livinglayer.edges.cli.commands import acting, arg, command
+from livinglayer.edges.cli.commands import seconds as to_the_second
 from livinglayer.edges.cli.table import Printer
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def list_(layer: Layer, args: Namespace, out: Printer) -> None:
     if out.json:
         out.rows(rows)
         return
-    shown = [{**row, "request": wanted(row)} for row in rows]
+    shown = [{**row, "request": wanted(row)} for row in to_the_second(rows)]
     told = {key for row in shown for key, value in row.items() if value is not None}
     out.rows([{key: value for key, value in row.items() if key in told} for row in shown], noun="approval")
     if any(row["status"] == "pending" for row in rows):

@@ -65,7 +65,7 @@ def apply_(layer: Layer, args: Namespace, out: Printer) -> None:
         if made.widens and not args.yes and not out.json and sys.stdin.isatty() and sys.stdout.isatty():
             accept = made.digest if asked(out, "Apply all of this?") else None
             if accept is None:
-                raise Denied("nothing was applied")
+                raise Denied("nothing was applied", hint=f"to apply it later: --accept {made.digest}")
     done = layer.call(
         "bundle.apply", files=sent(bundle.files), beside=[sent(each.files) for each in beside.values()], accept=accept,
         yes=args.yes, adopt=args.adopt, principal=who, branch=branch, reason=args.reason,

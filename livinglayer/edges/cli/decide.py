@@ -65,7 +65,7 @@ def _ask(name: str) -> str:
         print("> ", end="", file=tell, flush=True)
         line = sys.stdin.readline()
         if not line:
-            raise Invalid(f"no answer to {question!r}")
+            raise Invalid(f"no answer to {question!r}", hint=f"--{name} {'|'.join(answers)}")
         said = line.strip().lower()
         if said.isdecimal() and 1 <= int(said) <= len(answers):
             return list(answers)[int(said) - 1]

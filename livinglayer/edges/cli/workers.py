@@ -158,8 +158,10 @@ def executions(layer: Layer, args: Namespace, out: Printer) -> None:
         for row in rows:
             result = row["result"] if isinstance(row["result"], dict) else {}
             row["what"] = row["function"] or row["verb"] or row["kind"]
-            row["said"] = result["error"]["message"] if isinstance(result.get("error"), dict) else result.get("value")
-        columns = ("id", "started", "what", "status", "attempt", "principal", "trigger", "said")
+            came = result.get("value", result.get("answer"))
+            row["said"] = result["error"]["message"] if isinstance(result.get("error"), dict) else came
+        tried = ["attempt"] if any((row["attempt"] or 1) > 1 for row in rows) else []
+        columns = ["id", "started", "what", "status", *tried, "principal", "trigger", "said"]
         return out.rows(rows, columns=columns, noun="execution")
     out.rows(rows, noun="execution")
 
