@@ -46,9 +46,9 @@ def of(
     contract: contracts.Contract, task: str, command: Any = None, model: str | None = None, messages: str | None = None
 ) -> dict[str, Any]:
     """What is recorded of an agent that is to be: its task, program and model; Invalid when the contract has neither of these."""
-    if not task.strip() or "\0" in task:
-        raise Invalid("an agent needs a task", hint='layer agent run CONTRACT --task "…"')
-    if len(task.encode()) > TASK:
+    if not task.strip() or "\0" in task or any("\ud800" <= char <= "\udfff" for char in task):
+        raise Invalid("an agent needs a task, a text", hint='layer agent run CONTRACT --task "…"')
+    if len(task.encode("utf-8", "surrogatepass")) > TASK:
         raise Invalid(f"a task is at most {TASK} bytes", hint="put the rest into a row it can read")
     if command is not None:
         contracts.check_agent({"name": contract.name, "program": command})

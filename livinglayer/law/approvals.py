@@ -469,7 +469,7 @@ def _may_answer_for(call: Call, row: Mapping[str, Any], resource: str, by: list[
     layer, who = call.layer, call.asking.principal
     with layer.engine.reading() as session:
         policy = layer._catalog.policy(session, who, clock(layer.engine, session)[1])
-        allowed, grants = policy.outright("approve", resource)
+        allowed, grants = policy.outright("approve", resource, "main" if row["action"] == "merge" else row["branch"])
         names = _names(layer, session, who) if by else set()
     if allowed and (not by or names & set(by)):
         return

@@ -660,7 +660,7 @@ class Kept:
         for name, amount in {"steps": STEPS, **budget}.items():
             if spent[name] > amount:
                 return _spent(name, spent[name], amount)
-        if self.run.before + len(self.run.steps) >= STEPS:  # no more are recorded
+        if isinstance(self.run, Bound) and self.run.before + len(self.run.steps) >= STEPS:  # no more are recorded
             return _spent("steps", STEPS, STEPS)
         return None
 

@@ -237,3 +237,23 @@ def test_why_a_box_ended_is_known_to_whoever_comes_next(clerks: Layer, ends: str
         assert end["status"] == "failed" and "over its budget of 5 steps" in end["result"]["error"]["message"]
     else:
         assert end["status"] == "done" and end["result"]["stopped"] == stop
+
+
+def test_a_yes_that_is_granted_on_a_branch_is_none_on_main(clerks: Layer) -> None:
+    clerks.principal("eve")
+    clerks.grant("eve", "approve", "contract:clerk", branch="idea")
+    clerks.grant("eve", "read", "approval")
+    box, _ = test_approvals.make(clerks)
+    begin(box, f"layer.update('ticket', {test_approvals.first(clerks)}, priority=9)")
+    [row] = pending(clerks)
+    with pytest.raises(Denied, match="eve may not approve contract:clerk"):
+        clerks.call("approval.answer", id=row["id"], approve=True, principal="eve")
+
+
+def test_a_task_that_is_no_text_is_refused_on_record(agency: Layer) -> None:
+    box, told = test_delegation.make(agency)
+    assert refusal(box, r"layer._ask('/delegate', {'contract': 'hand', 'task': '\ud800'})").startswith("Invalid")
+    box.kill()
+    outcome(agency, told["execution"])
+    sql = "select detail from step where execution = :e and kind = 'refusal'"
+    assert [step["detail"]["do"] for step in agency.query(sql, {"e": told["execution"]})] == ["delegate"]
