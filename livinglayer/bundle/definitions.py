@@ -177,10 +177,18 @@ class Found:
         }
 
     def owned(self, name: str) -> dict[Key, int]:
-        """What a bundle has made, by the row it lists."""
+        """What a bundle has made and is still there: what somebody made anew under the same name is not its own."""
         row = self.bundles.get(name)
         items = ((row or {}).get("manifest") or {}).get("items") or {}
-        return {(kind, label): number for kind, group in items.items() for label, number in group.items()}
+        entities = items.get("entity", {})
+
+        def its(kind: str, label: str, number: int) -> bool:
+            if kind == "field":  # goes with its entity, also one that was made anew
+                kind, label = "entity", label.partition(".")[0]
+                number = entities.get(label, number)
+            return self.id((kind, label), number) in (None, number)
+
+        return {(k, label): n for k, group in items.items() for label, n in group.items() if its(k, label, n)}
 
     def owners(self, other_than: str) -> dict[Key, str]:
         """Which other bundle has what."""

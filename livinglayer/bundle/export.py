@@ -42,7 +42,6 @@ def export(
     """Write a bundle to a directory that is empty, or holds an earlier state of it; gives the paths of its files."""
     made = files_of(layer, name, branch, as_of, principal)
     top = Path(directory)
-    before: Mapping[str, bytes] = {}
     if top.is_dir() and any(top.iterdir()):
         before = files.read(top)
         try:
@@ -51,13 +50,7 @@ def export(
             there = None
         if there != name:
             raise Conflict(f"{str(directory)!r} is not empty and not bundle {name!r}", hint="name another directory")
-    for path, data in made.items():
-        if before.get(path) != data:
-            place = top / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(data)
-    for path in before.keys() - made.keys():
-        (top / path).unlink()
+    files.write(top, made)
     return sorted(made)
 
 

@@ -578,6 +578,8 @@ class Widening:
             return None
         if after.get("rights") == "definer":
             return "it has the rights of whoever applies this"
+        if lent := self._lent(before, after):
+            return "; ".join(lent)
         does = ("language", "code", "reads", "writes", "blueprint")
         if before is None or any(before.get(k) != after.get(k) for k in does):
             if name in self.triggered:
@@ -632,14 +634,19 @@ class Widening:
                     said.append(f"budget {label} {plain(amount)} → {'none' if now is None else plain(now)}")
         elif self._tier(after, True) == "process":
             said.append("tier process: no walls")
-        if before is None and ("blueprint", after.get("blueprint")) not in self.wanted:
-            row = self._shape(after.get("blueprint"))
-            said += [
-                f"{label} as blueprint {row['name']}"
-                for label in ("egress", "secrets")
-                if after.get(label) is None and row.get(label)
-            ]
+        if before is None:
+            said += self._lent(before, after)
         return "; ".join(dict.fromkeys(said)) or None
+
+    def _lent(self, before: Any, after: Mapping[str, Any]) -> list[str]:
+        """What boxes have by a blueprint that is not the bundle's own, when that is another than before."""
+        name = after.get("blueprint")
+        if name is None or ("blueprint", name) in self.wanted or (before or {}).get("blueprint") == name:
+            return []
+        row = self._shape(name)
+        return [
+            f"{k} as blueprint {name}" for k in ("egress", "secrets", "mounts") if after.get(k) is None and row.get(k)
+        ]
 
     def _shape(self, name: str | None) -> Mapping[str, Any]:
         return next((row for row in self.found.rows["blueprint"].values() if row["name"] == name), {})

@@ -10,9 +10,10 @@ import pytest
 from bundle.desks import DESK, bundle, desk, swapped
 
 from livinglayer import Layer
-from livinglayer.bundle.apply import apply
+from livinglayer.bundle.apply import apply, remove
 from livinglayer.bundle.load import of_files
 from livinglayer.bundle.plan import Plan, plan
+from livinglayer.errors import LayerError
 
 STAFF = "entities: {person: {fields: {name: text, ssn: text, public: bool}}}"
 
@@ -192,3 +193,38 @@ def test_what_was_signed_is_another_plan(layer: Layer, tmp_path: Path) -> None:
     plain = desk()
     signed = of_files({**plain.files, "signature.yaml": sign.signature(plain.files, sign.private(tmp_path / "key"))})
     assert plan(layer, plain).digest != plan(layer, signed).digest
+
+
+def test_a_function_in_boxes_that_are_somebody_elses(layer: Layer) -> None:
+    apply(layer, bundle("base"))
+    rules = [{"host": "mail.test", "secrets": ["KEY"]}]
+    layer.call("blueprint.define", name="mailer", egress=rules, secrets=["KEY"])
+    code = 'functions: {x.y: {code: "def y(): pass"}}'
+    lent = code.replace('pass"', 'pass", blueprint: mailer')
+    made = plan(layer, bundle("spy", functions=lent, requires="{base: '>=1.0.0'}"))
+    assert opening(made, "function") == ["egress as blueprint mailer; secrets as blueprint mailer"]
+    apply(layer, bundle("spy", functions=code, requires="{base: '>=1.0.0'}"))
+    assert opening(plan(layer, bundle("spy", functions=lent, requires="{base: '>=1.0.0'}")), "function")
+
+
+# What is somebody else's by now
+
+
+def test_what_was_made_anew_by_hand_is_not_the_bundles(layer: Layer) -> None:
+    """A name says nothing of who made what has it: a migration, an upgrade and a removal leave it alone."""
+    functions = 'functions: {x.y: {code: "def y(): pass"}}'
+    apply(layer, bundle("staff", schema=STAFF, functions=functions))
+    layer.drop("person")
+    layer.define("person", {"name": "text"})
+    layer.insert("person", {"name": "mine"})
+    layer.delete("function", layer.query("select id from function")[0]["id"])
+    layer.call("function.define", name="x.y", code="def y(): return 'mine'")
+    newer = {"bundle.yaml": "name: staff\nversion: 1.1.0\n", "schema.yaml": "entities: {}"}
+    for steps in ("[drop: {entity: person}]", "[set: {entity: person, values: {name: x}}]"):
+        with pytest.raises(LayerError, match="not this bundle's"):
+            after(layer, steps, "entities: {}")
+    without = of_files({path: text.encode() for path, text in newer.items()})
+    assert [change.kind for change in plan(layer, without).changes] == ["bundle"]
+    assert remove(layer, "staff", data=True) == []
+    assert layer.query("select name from person") == [{"name": "mine"}]
+    assert layer.query("select name from function") == [{"name": "x.y"}]
