@@ -115,6 +115,7 @@ def test_an_agent_is_watched_reviewed_and_merged(run: Run, layer: Layer) -> None
     assert layer.query("select count(*) as n from ticket") == [{"n": 3}]
     again = run("agent", "show", row["id"])
     assert "│ hello" in again.out and "done after" in again.out
+    assert "ticket: 1 insert (merged)" in again.out and "Next:" not in again.out
 
 
 def test_an_agent_for_somebody_else_is_watched_by_who_started_it(run: Run, layer: Layer) -> None:

@@ -61,6 +61,8 @@ def test_the_tour_does_what_it_claims(
         denied = layer.query("select resource from decision where execution = :e and not allowed", {"e": agent})
         assert denied and all(row["resource"].startswith("refund") for row in denied)
         assert layer.query("select name from branch where status = 'open' and name like 'idea%'") == []
+    again = subprocess.run([LAYER, "demo", "--keep", kept], env=environment, capture_output=True, text=True, timeout=30)
+    assert again.returncode == 5 and "there is a layer in" in again.stderr
 
 
 def test_the_tour_is_told_to_people(environment: dict[str, str]) -> None:

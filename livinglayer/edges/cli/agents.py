@@ -281,6 +281,7 @@ def summary(layer: Layer, number: int, out: Printer, principal: str | None) -> d
     steps, denied = found["steps"], found["denials"]
     kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(steps).most_common(6))
     rows = "; ".join(f"{e}: {', '.join(f'{n} {op}' for op, n in by.items())}" for e, by in found["rows"].items())
+    rows += {"done": " (merged)", "refused": " (refused)"}.get(str(found["proposed"]), "")
     lines = {
         "answer": found["answer"], "exit code": found["exit_code"] or None, "steps": f"{sum(steps.values())} ({kinds})",
         "tokens": f"{found['input']:,} in, {found['output']:,} out, {counted(found['asked'], 'answer')}" if found["asked"] else None,
@@ -317,10 +318,13 @@ def account(layer: Layer, number: int, principal: str | None = None) -> dict[str
                 counts.setdefault(change["entity"], Counter())[change["op"]] += 1
         except LayerError:
             pass  # the branch is closed
+    proposed = _proposed(layer, result.get("proposal"), principal)
+    if proposed.get("status") not in (None, "pending"):  # its branch has nothing left to tell
+        counts = {entity: Counter(by) for entity, by in proposed["request"]["rows"].items()}
     found = {
         "agent": number, "contract": row["contract"], "branch": row["branch"], "status": row["status"],
         "seconds": (ended - row["started"]).total_seconds(), "answer": result.get("answer"), "error": result.get("error"),
-        "exit_code": result.get("exit_code"), "proposal": result.get("proposal"), "steps": dict(told), "asked": len(asked),
+        "exit_code": result.get("exit_code"), "proposal": result.get("proposal"), "proposed": proposed.get("status"), "steps": dict(told), "asked": len(asked),
         "input": sum(one.get("input") or 0 for one in asked), "output": sum(one.get("output") or 0 for one in asked),
         "money": sum(one.get("money") or 0 for one in asked), "rows": {entity: dict(by) for entity, by in counts.items()},
         "denials": sum(step["kind"] == "refusal" and step["detail"].get("code") == "denied" for step in rows),
@@ -329,10 +333,23 @@ def account(layer: Layer, number: int, principal: str | None = None) -> dict[str
     return found | {"next": following(found)}
 
 
+def _proposed(layer: Layer, number: int | None, principal: str | None) -> dict[str, Any]:
+    """The merge that an agent has proposed, where it may be read."""
+    try:
+        rows = layer.query(
+            "select status, request from approval where id = :id", {"id": number or 0}, principal=principal
+        )
+    except NotFound:
+        return {}
+    return rows[0] if rows else {}
+
+
 def following(found: dict[str, Any]) -> str | None:
     """The command that comes after this."""
     if found["status"] == "running":
         return f"layer agent show {found['agent']} --follow"
+    if found["proposed"] not in (None, "pending"):
+        return None
     if found["proposal"]:
         return f"layer agent review {found['proposal']}"
     if found["rows"]:

@@ -13,7 +13,7 @@ from typing import Any
 import livinglayer
 from livinglayer.edges.cli.commands import arg, command
 from livinglayer.edges.cli.table import BOLD, DIM, GREEN, RED, Printer
-from livinglayer.errors import Unavailable
+from livinglayer.errors import Conflict, Unavailable
 
 GROUPS: dict[str, str] = {}
 
@@ -68,6 +68,8 @@ def demo(args: Namespace, out: Printer) -> int:
         raise Unavailable("the demo runs boxes at tier namespace, which needs root", hint="sudo .venv/bin/layer demo")
     with tempfile.TemporaryDirectory(prefix="layer-demo-") as place:
         home = Path(args.keep or place)
+        if (home / ".layer").exists():
+            raise Conflict(f"there is a layer in {home} already", hint="the demo makes one of its own: name another")
         layer = livinglayer.open(home, create=True)
         try:
             out.say(f"A help desk, in {home}. Everything below happens now, on this machine.", DIM)
