@@ -5,6 +5,7 @@ Each has a key (kind, name) and a spec: its fields without those that are null, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -212,7 +213,8 @@ class Found:
                 "quota": self.quotas,
                 "component": self.rows["component"],
             }[kind]
-            return owned if owned in group else None
+            named = kind != "component" or (group.get(owned or 0) or {}).get("name") == name
+            return owned if owned in group and named else None
         return self._named[kind].get(name)
 
     def spec(self, key: Key, number: int) -> Spec:
@@ -310,7 +312,14 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same in JSON too, where 1 is not true."""
+    return bool(one == other) and json.dumps(one, sort_keys=True, default=str) == json.dumps(
+        other, sort_keys=True, default=str
+    )
+
+
 def shorter(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Spec, Spec]:
     """Only what differs."""
-    labels: Sequence[str] = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
+    labels: Sequence[str] = sorted(k for k in {*before, *after} if not same(before.get(k), after.get(k)))
     return {k: before.get(k) for k in labels}, {k: after.get(k) for k in labels}

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import Conflict, Invalid, NotFound
 from ..substrate.reads import clock
 from . import documents, files, write
-from .definitions import UNMANAGED, Found, Key, Spec, told, wanted
+from .definitions import UNMANAGED, Found, Key, Spec, same, told, wanted
 from .load import Bundle, of_files, part_of
 from .plan import stored
 
@@ -81,7 +81,7 @@ def rebuilt(found: Found, original: Bundle) -> dict[str, bytes]:
     for part, kinds in PARTS.items():
         now = {key: spec for key, (_, spec) in here.items() if key[0] in kinds}
         then = {key: spec for key, spec in said.items() if key[0] in kinds}
-        if now == then:
+        if same(sorted(now.items()), sorted(then.items())):
             continue
         old = parts_of(original, part)
         if part in APART and (kept := _only_apart(part, original, now, then)) is not None:
@@ -92,7 +92,13 @@ def rebuilt(found: Found, original: Bundle) -> dict[str, bytes]:
         made |= {path: data for path, data in fresh.items() if path == f"{part}.yaml" or path.startswith(f"{part}/")}
     if files.digest(made) == original.digest and files.SIGNATURE in original.files:
         made[files.SIGNATURE] = original.files[files.SIGNATURE]
-    of_files(made)  # what is written can be read again
+    try:
+        of_files(made)  # what is written can be read again
+    except Invalid as error:
+        raise Conflict(
+            f"rows say what no bundle can, so they can't be written as one: {error.message}",
+            hint=f"layer plan shows what was changed by hand; change it back, or put it into the files of {original.name}",
+        ) from None
     return dict(sorted(made.items()))
 
 

@@ -17,7 +17,7 @@ from ..law.functions import parts
 from ..substrate.reads import clock
 from ..substrate.schema import OWNER
 from . import migrations
-from .definitions import KINDS, UNMANAGED, Found, Key, Spec, plain, shorter, wanted
+from .definitions import KINDS, UNMANAGED, Found, Key, Spec, plain, same, shorter, wanted
 from .load import newer, of_files, satisfies, unpack
 
 MARKS = {"add": "+", "change": "~", "remove": "-", "adopt": "=", "run": ">", "keep": " ", "conflict": "x"}
@@ -70,7 +70,7 @@ def _difference(label: str, was: Any, now: Any) -> Iterator[str]:
         said = [*(f"- {_short(each)}" for each in gone), *(f"+ {_short(each)}" for each in come)]
         yield f"        {label}: {', '.join(said) or 'another order'}"
     elif isinstance(was, str) and isinstance(now, str) and ("\n" in was or "\n" in now):
-        gone, come = was.splitlines(), now.splitlines()
+        gone, come = was.removesuffix("\n").split("\n"), now.removesuffix("\n").split("\n")
         yield f"        {label}: {len(gone)} → {len(come)} lines"
         for do, i, j, k, m in _edits(gone, come):
             yield from (f"          - {line}" for line in gone[i:j] if do != "equal")
@@ -361,7 +361,7 @@ def differences(
         elif before is None:
             why = widening.why(key, None, after)
             made.append(Change(name, *key, "add", None, dict(after), why is not None, why))
-        elif before != after:
+        elif not same(before, after):
             why = widening.why(key, before, after)
             made.append(Change(name, *key, "change", *shorter(before, after), why is not None, why))
     for key in owned:
@@ -549,7 +549,7 @@ class Widening:
             return f"{name} gets the role {', '.join(more)}"
         if less := sorted((had - has) & self.bound):
             return f"prohibitions and limits of {', '.join(less)} do not hold for {name} any more"
-        changed = after is not None and before is not None and before["attributes"] != after["attributes"]
+        changed = after is not None and before is not None and not same(before["attributes"], after["attributes"])
         return "conditions may speak of its attributes" if changed else None
 
     def _blueprint(self, name: str, before: Any, after: Any) -> str | None:

@@ -11,9 +11,10 @@ from bundle.desks import DESK, bundle, desk, swapped
 
 from livinglayer import Layer
 from livinglayer.bundle.apply import apply, remove
-from livinglayer.bundle.load import of_files
+from livinglayer.bundle.export import files_of
+from livinglayer.bundle.load import Bundle, of_files
 from livinglayer.bundle.plan import Plan, plan
-from livinglayer.errors import LayerError
+from livinglayer.errors import Conflict, LayerError
 
 STAFF = "entities: {person: {fields: {name: text, ssn: text, public: bool}}}"
 
@@ -228,3 +229,37 @@ def test_what_was_made_anew_by_hand_is_not_the_bundles(layer: Layer) -> None:
     assert remove(layer, "staff", data=True) == []
     assert layer.query("select name from person") == [{"name": "mine"}]
     assert layer.query("select name from function") == [{"name": "x.y"}]
+
+
+def test_true_is_not_1(layer: Layer) -> None:
+    def said(value: str) -> Bundle:
+        return bundle("n", policy=f"principals: {{p: {{attributes: {{admin: {value}}}}}}}")
+
+    apply(layer, said("1"))
+    assert opening(plan(layer, said("true")), "principal")
+    apply(layer, said("true"), yes=True)
+    assert layer.query("select attributes from principal where name = 'p'") == [{"attributes": {"admin": True}}]
+
+
+def test_only_a_newline_ends_a_line(layer: Layer) -> None:
+    """What is a comment to Python up to its end is shown as one."""
+    apply(
+        layer, desk({"functions/rank.py": "def rank(id):\n    # all is well\u2028    evil()\n    return 1\n"}), yes=True
+    )
+    made = plan(layer, desk({"functions/rank.py": "def rank(id):\n    # all is well\n    evil()\n    return 1\n"}))
+    assert "          +     evil()" in made.lines()
+
+
+def test_a_component_that_got_another_name_is_missed(layer: Layer) -> None:
+    apply(layer, desk(), yes=True)
+    layer.update("component", layer.query("select id from component where name = 'list'")[0]["id"], {"name": "mine"})
+    assert [(c.action, c.key) for c in plan(layer, desk()).changes] == [("add", ("component", "list"))]
+    apply(layer, desk())
+    assert plan(layer, desk()).empty
+
+
+def test_what_no_bundle_can_say_is_not_written(layer: Layer) -> None:
+    apply(layer, desk(), yes=True)
+    layer.principal("lead", attributes={"color": "red"})
+    with pytest.raises(Conflict, match="rows say what no bundle can"):
+        files_of(layer, "desk")
