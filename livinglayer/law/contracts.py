@@ -221,7 +221,7 @@ def check(layer: Any, row: Mapping[str, Any], blueprint: Mapping[str, Any] | Non
         if row[key] is not None and not (
             isinstance(row[key], list) and all(isinstance(each, str) and each for each in row[key])
         ):
-            raise Invalid(f"{key} of {what} are a list of names")
+            raise Invalid(f"{key} of {what} are a list of names", hint='["one", "another"]')
     for key, entity in (("projections", "projection"), ("functions", "function"), ("contracts", "contract")):
         for each in row[key] or ():
             if key != "contracts" or each != row["name"]:  # it may delegate to itself
@@ -263,7 +263,8 @@ def check_budget(what: str, budget: Any) -> None:
             or not 0 < amount < 1e15
         ):
             raise Invalid(
-                f"the budget of {what} has {', '.join(BUDGET)}, each a number above 0, not {key}={amount!r:.60}"
+                f"the budget of {what} has {', '.join(BUDGET)}, each a number above 0, not {key}={amount!r:.60}",
+                hint='{"seconds": 900, "tokens": 200000}',
             )
 
 
@@ -292,7 +293,7 @@ def check_agent(row: Mapping[str, Any]) -> None:
         raise Invalid(f"the model of {what} speaks {model['api']!r:.60}", hint="anthropic or openai")
     url = urlsplit(model["url"])
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or "@" in url.netloc:
-        raise Invalid(f"the url of the model of {what} is not http(s)://HOST[/base]")
+        raise Invalid(f"the url of the model of {what} is not http(s)://HOST[/base]", hint="https://api.anthropic.com")
     if model.get("secret") is not None and not isinstance(model["secret"], str):
         raise Invalid(f"the secret of the model of {what} is a name", hint="its value is set with `layer secret set`")
     for key in ("max_tokens", "timeout"):
