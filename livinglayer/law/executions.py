@@ -239,6 +239,8 @@ class Run:
         entity, values, on = given.text("entity"), given.get("values"), given.get("on")
         if not isinstance(values, dict) or not isinstance(on, list) or not all(isinstance(one, str) for one in on):
             raise Invalid("upsert takes an object of fields, and in `on` the names of those that tell rows apart")
+        if len(set(on)) < len(on):
+            raise Invalid("upsert has a field twice in `on`")
         [number], found = self.layer._ledger.reserve(1), list[int]()
         self._change([partial(_upsert, entity, values, on, number, found)])
         self._mutated("upsert", entity, found[0] if found else None, values)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Invalid, LayerError, NotFound
+from ..errors import Invalid, LayerError, LimitExceeded, NotFound
 from ..substrate.ledger import now
 from ..substrate.schema import Entity, Field
 from . import secrets as vault
@@ -17,6 +17,7 @@ from .executions import INLINE, STEPS, Run, digest
 from .signature import Signature, dumps
 
 NAME = 64  # characters of a tool's name, as both APIs have it
+ARGUMENTS = 4 << 20  # bytes of what a model gives to a tool
 RESULT = 64 << 10  # bytes of an answer that a model gets
 MINE = ("me.contract", "me.budget", "me.denials", "me.approvals")  # what an agent may know of itself
 JSON = {"text": "string", "int": "integer", "float": "number", "decimal": "string", "bool": "boolean", "ref": "integer",
@@ -142,8 +143,9 @@ def _writes(entity: Entity, part: Mapping[str, Any]) -> list[Tool]:
     if "insert" in allowed and "update" in allowed:
         on = {
             "type": "array",
-            "items": {**TEXT, "enum": list(fields)},
             "minItems": 1,
+            "maxItems": max(1, len(fields)),
+            "items": {**TEXT, "enum": list(fields)},
             "description": "the fields that tell rows apart",
         }
         found.append(Tool(
@@ -231,6 +233,10 @@ def _request(known: Mapping[str, Tool], name: str, arguments: Any) -> Asked:
         raise NotFound(f"there is no tool {name!r:.120}", hint=f"there are {there}")
     from jsonschema import Draft202012Validator
 
+    if (size := len(dumps(arguments))) > ARGUMENTS:  # they are looked at one by one
+        raise LimitExceeded(
+            f"{name}: {size} bytes are more than the arguments of a tool may have", hint=f"{ARGUMENTS} at most"
+        )
     wrong = next(Draft202012Validator(tool.schema).iter_errors(arguments), None)
     if wrong is not None:
         where = ".".join(map(str, wrong.absolute_path))

@@ -205,13 +205,22 @@ def test_a_secret_that_was_read_is_in_no_step_of_a_tool(clerks: Layer) -> None:
 
 def test_what_a_box_gives_in_the_wrong_shape_is_refused_on_record(clerks: Layer) -> None:
     box, told = test_approvals.make(clerks)
-    assert refusal(box, "layer._ask('/upsert', {'entity': 'ticket', 'values': {'title': 'x'}, 'on': [[]]})").startswith(
-        "Invalid"
-    )
+    for on in ("[[]]", "['title'] * 300_000"):
+        code = f"layer._ask('/upsert', {{'entity': 'ticket', 'values': {{'title': 'x'}}, 'on': {on}}})"
+        assert refusal(box, code).startswith("Invalid upsert")
+    for many, said in (
+        (1000, "Invalid: upsert_ticket: on: "),
+        (1_000_000, "more than the arguments of a tool may have"),
+    ):
+        given = f"{{'values': {{'title': 'x'}}, 'on': ['title'] * {many}}}"
+        assert said in ask(
+            box, f"print(layer._ask('/tool', {{'name': 'upsert_ticket', 'arguments': {given}}})['content'])"
+        )
     box.kill()
     outcome(clerks, told["execution"])
-    [step] = clerks.query("select detail from step where execution = :e and kind = 'refusal'", {"e": told["execution"]})
-    assert step["detail"]["do"] == "upsert"
+    sql = "select detail from step where execution = :e and kind = 'refusal' order by n"
+    steps = clerks.query(sql, {"e": told["execution"]})
+    assert [step["detail"]["do"] for step in steps] == ["upsert", "upsert", "tool", "tool"]
 
 
 @pytest.mark.parametrize("ends", ["budget", "query"])
