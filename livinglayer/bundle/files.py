@@ -258,10 +258,14 @@ def write(directory: str | os.PathLike[str], files: Mapping[str, bytes]) -> None
     """Write files into a directory that is new or empty, or holds a bundle: of that, what is not among them goes."""
     top, wanted = Path(directory), check(files)
     before = read(top) if top.is_dir() else {}
-    top.mkdir(parents=True, exist_ok=True)
     for path, data in wanted.items():
         if before.get(path) != data:
-            (top / path).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                (top / path).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise Invalid(
+                    f"{str(directory)!r} can't be written: {error.strerror}", hint="name a directory"
+                ) from None
             put(top / path, data)
     for path in before.keys() - wanted.keys():
         (top / path).unlink()

@@ -155,6 +155,15 @@ def test_a_directory_is_brought_up_to_date_and_nothing_else_is_overwritten(layer
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_file_is_no_directory(layer: Layer, tmp_path: Path) -> None:
+    apply(layer, desk(), yes=True)
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(Invalid, match="can't be written"):
+            export(layer, "desk", place)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_signature_stays_as_long_as_it_is_true(layer: Layer, tmp_path: Path) -> None:
     from livinglayer.bundle import sign
 
