@@ -11,8 +11,9 @@ from typing import Any
 from livinglayer.errors import Denied, LimitExceeded
 from livinglayer.sandbox.egress import names, rules
 from livinglayer.sandbox.egress.dns import Book
+from livinglayer.sandbox.egress.exchanges import Exchanges, Kept
 from livinglayer.sandbox.egress.limits import Limits
-from livinglayer.sandbox.egress.record import Exchanges, Kept, Recorder, Replay
+from livinglayer.sandbox.egress.record import Recorder, Replay
 from livinglayer.sandbox.egress.rules import Ask, Rule
 from livinglayer.sandbox.egress.secrets import Secrets, Used
 

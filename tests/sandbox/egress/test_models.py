@@ -19,8 +19,8 @@ from sandbox.egress.boxes import Box, local, until
 
 from livinglayer.errors import Invalid
 from livinglayer.sandbox.egress import models
+from livinglayer.sandbox.egress.exchanges import Exchanges
 from livinglayer.sandbox.egress.models import MOST, Reader, read
-from livinglayer.sandbox.egress.record import Exchanges
 from livinglayer.sandbox.egress.rules import parse_one
 
 MakeBox = Callable[..., Box]
@@ -518,8 +518,8 @@ def test_hosts_that_are_no_models_say_what_they_like(make_box: MakeBox, model: M
 
 
 def test_what_is_kept_has_an_end_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("livinglayer.sandbox.egress.record.LARGEST", 1000)
-    monkeypatch.setattr("livinglayer.sandbox.egress.record.KEPT", 2500)
+    monkeypatch.setattr("livinglayer.sandbox.egress.exchanges.LARGEST", 1000)
+    monkeypatch.setattr("livinglayer.sandbox.egress.exchanges.KEPT", 2500)
     exchanges = Exchanges(tmp_path / "x")
     first, second = exchanges.begin(), exchanges.begin()
     for _ in range(20):
