@@ -152,12 +152,12 @@ class Applying:
         self.record()
 
     @contextmanager
-    def naming(self, kind: str, name: str) -> Iterator[None]:
+    def naming(self, kind: str, name: str = "") -> Iterator[None]:
         """Errors say what they are about."""
         try:
             yield
         except LayerError as error:
-            error.message = f"{self.bundle.name}: {kind} {name}: {error.message}"
+            error.message = f"{self.bundle.name}: {f'{kind} {name}'.rstrip()}: {error.message}"
             error.args = (error.message,)
             raise
 
@@ -165,14 +165,26 @@ class Applying:
 
     def schema(self, changes: list[Change]) -> None:
         tx, wanted = self.tx, self.step.wanted
-        for each in changes:
-            if each.kind == "entity" and each.action == "add":
-                evolve.define(tx, each.name, {}, (), wanted[each.key].get("description"), None)
+        said: dict[str, dict[str, Any]] = {}  # fields by entity: those of one go together
         for each in changes:
             entity, _, label = each.name.partition(".")
-            if each.kind == "field" and each.action in ("add", "change", "adopt"):
-                with self.naming("field", each.name):
-                    self.field(entity, label, wanted[each.key], each)
+            if each.kind == "entity" and each.action == "add":
+                said[entity] = {}
+            elif each.kind == "field" and each.action in ("add", "change", "adopt"):
+                there = tx.schema.by_name.get(entity)
+                if there is not None and label in there.by_name:
+                    with self.naming("field", each.name):
+                        self.field(entity, label, wanted[each.key])
+                else:
+                    said.setdefault(entity, {})[label] = field_text(wanted[each.key])
+        fresh = {name: fields for name, fields in said.items() if name not in tx.schema.by_name}
+        with self.naming("schema"):
+            evolve.define_all(
+                tx, {name: (fields, wanted["entity", name].get("description")) for name, fields in fresh.items()}
+            )
+        for entity in [name for name in said if name not in fresh]:
+            with self.naming("entity", entity):
+                evolve.alter(tx, entity, said[entity], {}, {}, (), {}, None, None)
         for each in changes:
             if each.kind == "entity" and each.action != "remove":
                 with self.naming("entity", each.name):
@@ -183,25 +195,12 @@ class Applying:
                     if known != spec.get("unique", []):
                         evolve.unique(tx, each.name, spec.get("unique", []))
 
-    def field(self, entity: str, label: str, spec: Spec, change: Change) -> None:
-        said = field_text(spec)
-        given: dict[str, Any] = {"type": said} if isinstance(said, str) else dict(said)
-        there = self.tx.schema.get(entity).by_name.get(label)
-        if there is None:
-            evolve.alter(self.tx, entity, {label: given}, {}, {}, (), {}, None, None)
-            return
-        if there.type != spec["type"]:
-            evolve.alter(
-                self.tx,
-                entity,
-                {},
-                {},
-                {label: {k: v for k, v in given.items() if k not in _LATER}},
-                (),
-                {},
-                None,
-                None,
-            )
+    def field(self, entity: str, label: str, spec: Spec) -> None:
+        if self.tx.schema.get(entity).by_name[label].type != spec["type"]:
+            said = field_text(spec)
+            given: dict[str, Any] = {"type": said} if isinstance(said, str) else dict(said)
+            retyped = {label: {k: v for k, v in given.items() if k not in _LATER}}
+            evolve.alter(self.tx, entity, {}, {}, retyped, (), {}, None, None)
         options: dict[str, Any] = {
             "required": bool(spec.get("required")), "unique": bool(spec.get("uniq")), "indexed": bool(spec.get("indexed")),
             "default": spec.get("initial"), "check": spec.get("rule"), "description": spec.get("description"),

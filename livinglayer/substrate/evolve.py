@@ -11,7 +11,7 @@ from ..errors import Conflict, Invalid
 from .engine import Engine, Session, marks
 from .ledger import Tx, Work
 from .predicates import compile_predicate
-from .schema import SYSTEM, Entity, Field, check_entity_name, check_name, field_of, field_values, with_field
+from .schema import SYSTEM, Entity, Field, Schema, check_entity_name, check_name, field_of, field_values, with_field
 from .tables import Row
 from .values import Stored, convert, convertible
 from .views import arm_count, arms, field_sql
@@ -42,25 +42,13 @@ def define(
     limit = tx.work.settings.value_bytes
     rows = {label: field_values(name, label, spec, limit) for label, spec in fields.items()}
     if there is None:
-        number = tx.work.new_id()
-        store = f"{name[:30]}_{number}"
-        for sql in tx.engine.tables(store, []):
-            tx.session.run(sql)
-        values = {
-            "name": name,
-            "store": store,
-            "kind": "entity",
-            "system": False,
-            "uniques": None,
-            "description": description,
-            "annotations": annotations,
-        }
-        tx.record(ENTITY, tx._encoded(ENTITY, values), None, number)
+        number = _begin(tx, name, description, annotations)
     else:
         number = there.id
         for label in set(rows) & set(there.by_name):
             _same(there.by_name[label], rows[label])
-    _add(tx, number, {label: row for label, row in rows.items() if there is None or label not in there.by_name})
+    missing = {label: row for label, row in rows.items() if there is None or label not in there.by_name}
+    _add(tx, number, missing, fresh=there is None)
     entity = tx.schema.by_id[number]
     sets = [[entity.get(n).id for n in names] for names in unique]
     fresh = [s for s in sets if tuple(s) not in entity.uniques]
@@ -69,6 +57,34 @@ def define(
     if there is not None:
         revalidate(tx, there, tx.schema.by_id[number])
     _settle(tx, number)
+    return number
+
+
+def define_all(tx: Tx, entities: Mapping[str, tuple[Mapping[str, Any], str | None]]) -> None:
+    """Make entities, fields and description each, that are not there yet and may refer to each other."""
+    _authorized(tx)
+    limit, numbers = tx.work.settings.value_bytes, {}
+    for name, (_, description) in entities.items():
+        check_entity_name(name)
+        numbers[name] = _begin(tx, name, description, None)
+    for name, (fields, _) in entities.items():
+        rows = {label: field_values(name, label, spec, limit) for label, spec in fields.items()}
+        _add(tx, numbers[name], rows, fresh=True)
+        _settle(tx, numbers[name])
+
+
+def _begin(tx: Tx, name: str, description: str | None, annotations: Any) -> int:
+    """The row of a new entity; its tables are made with its first fields."""
+    number = tx.work.new_id()
+    store = f"{name[:30]}_{number}"
+    values = {
+        "name": name, "store": store, "kind": "entity", "system": False, "uniques": None, "description": description,
+        "annotations": annotations,
+    }  # fmt: skip
+    made = Entity(number, name, store, description=description, annotations=annotations)
+    schema = Schema((*tx.schema.entities, made))
+    tx.record(ENTITY, tx._encoded(ENTITY, values), None, number)
+    tx.foretell(schema)
     return number
 
 
@@ -82,38 +98,42 @@ def _same(there: Field, row: Mapping[str, Any]) -> None:
             )
 
 
-def _add(tx: Tx, entity: int, rows: Mapping[str, dict[str, Any]]) -> None:
-    store = tx.schema.by_id[entity].store
+def _add(tx: Tx, entity: int, rows: Mapping[str, dict[str, Any]], fresh: bool = False) -> None:
+    """New fields of an entity; the tables of a fresh one are made with them."""
+    schema, made = tx.schema, list[tuple[int, dict[str, Any]]]()
     for label, row in rows.items():
-        found = tx.schema.by_id[entity]
+        found = schema.by_id[entity]
         if label in found.by_name:
             raise Conflict(f"{found.name!r} has a field {label!r} already")
         if len(found.fields) >= FIELDS:
             raise Invalid(f"an entity has at most {FIELDS} fields")
-        if row["target"] is not None and row["target"] not in tx.schema.by_name and row["target"] != found.name:
+        if row["target"] is not None and row["target"] not in schema.by_name:
             raise Invalid(f"{found.name}.{label}: there is no entity {row['target']!r} to refer to")
-        if row["target"] is not None and tx.schema.get(row["target"]).kind == "ledger":
+        if row["target"] is not None and schema.get(row["target"]).kind == "ledger":
             raise Invalid(f"{found.name}.{label}: {row['target']!r} is a ledger; refer to an entity")
         number = tx.work.new_id()
-        column = f"{label[:30]}_{number}"
-        new_column(tx.work, store, column, row["type"])
-        values = {**row, "entity": entity, "store": column}
+        values = {**row, "entity": entity, "store": f"{label[:30]}_{number}"}
+        schema = with_field(schema, found, field_of({**values, "id": number, "was": None}))
         if row["rule"]:
-            probe = field_of({**values, "id": number, "options": row["options"] or {}, "was": None})
-            compile_predicate(
-                row["rule"],
-                with_field(tx.schema, found, probe),
-                tx.schema.by_id[entity]
-                if label in found.by_name
-                else with_field(tx.schema, found, probe).by_id[entity],
-            )
+            compile_predicate(row["rule"], schema, schema.by_id[entity])
+        made.append((number, values))
+    store, columns = schema.by_id[entity].store, [(values["store"], values["type"]) for _, values in made]
+    if fresh:
+        for sql in tx.engine.tables(store, columns):
+            tx.session.run(sql)
+    elif columns:
+        new_columns(tx.work, store, columns)
+    for number, values in made:
         tx.record(FIELD, tx._encoded(FIELD, values), None, number)
+    tx.foretell(schema)
 
 
-def new_column(work: Work, store: str, column: str, kind: str) -> None:
+def new_columns(work: Work, store: str, columns: Sequence[tuple[str, str]]) -> None:
+    """Columns (name, type of field) of all three tables of an entity, and their triggers anew."""
     at = work.engine.schema_prefix
     for suffix in ("", "__h", "__d"):
-        work.session.run(f"alter table {at}{store}{suffix} add column {column} {work.engine.column(kind)}")
+        for column, kind in columns:
+            work.session.run(f"alter table {at}{store}{suffix} add column {column} {work.engine.column(kind)}")
     names = [name for name, _ in work.engine.columns(work.session, store) if name not in ("id", "_tx")]
     for sql in work.engine.triggers(store, names):
         work.session.run(sql)
@@ -222,7 +242,7 @@ def _retype(tx: Tx, number: int, label: str, spec: Any, limit: int) -> None:
     if any(f in fields for fields in entity.unique_sets):
         raise Invalid(f"{entity.name}.{label} is unique; take that off before retyping it")
     column = f"{label[:30]}_{tx.work.new_id()}"
-    new_column(tx.work, entity.store, column, row["type"])
+    new_columns(tx.work, entity.store, [(column, row["type"])])
     values = {
         "type": row["type"],
         "store": column,

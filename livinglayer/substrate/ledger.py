@@ -243,6 +243,10 @@ class Tx:
             self._schema = (self.work.version, self.work.catalog.schema(self.session, self.chain, self.work.version))
         return self._schema[1]
 
+    def foretell(self, schema: Schema) -> None:
+        """What the schema is after what was just recorded, known without reading all of it again."""
+        self._schema = (self.work.version, schema)
+
     # What people call
 
     def insert(self, entity: str, values: Mapping[str, Any], loading: bool = False, number: int | None = None) -> int:
@@ -565,7 +569,10 @@ class Tx:
         if values is None:
             self.touched.pop((entity.name, number), None)
         if entity.name in GOVERNING:
+            same = entity.name not in ("entity", "field") and self._schema and self._schema[0] is self.work.version
             self.work.changed_governing(self.number)
+            if same and self._schema:
+                self.foretell(self._schema[1])  # a policy has changed, what there is has not
 
     def rewrite(
         self, entity: Entity, rows: Iterable[tuple[int, Row, list[Stored]]], places: tuple[int, ...], names: set[str]

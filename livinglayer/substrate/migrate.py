@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import Incompatible
 from .engine import Session
-from .evolve import ENTITY, ensure_indexes, new_column
+from .evolve import ENTITY, ensure_indexes, new_columns
 from .genesis import put, stored_format
 from .ledger import MAIN_CHAIN, Ledger, Work
 from .schema import FORMAT, OWNER, SYSTEM, system_rows
@@ -73,7 +73,7 @@ def _make_tables(work: Work) -> None:
                 session.run(sql)
         else:
             columns = {name for name, _ in engine.columns(session, entity.store)}
-            for f in entity.fields:
-                if f.store not in columns:
-                    new_column(work, entity.store, f.store, f.type)
+            missing = [(f.store, f.type) for f in entity.fields if f.store not in columns]
+            if missing:
+                new_columns(work, entity.store, missing)
         ensure_indexes(engine, session, entity)

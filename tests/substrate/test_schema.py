@@ -10,6 +10,7 @@ import pytest
 
 from livinglayer import Layer
 from livinglayer.errors import Conflict, Denied, Invalid, NotFound
+from livinglayer.substrate import evolve
 from livinglayer.substrate.schema import SYSTEM
 
 
@@ -329,3 +330,28 @@ def test_defining_needs_a_permission(shared: Layer) -> None:
     shared.grant("writer_only", "define", "*")
     shared.define("theirs", {"a": "text"}, principal="writer_only")
     assert shared.query("select principal from tx order by tx desc limit 1") == [{"principal": "writer_only"}]
+
+
+def test_a_schema_that_is_foretold_is_the_one_that_is_read(layer: Layer) -> None:
+    """Within a tx the schema after new fields is computed, not read; it must be the same to the last option."""
+    fields: dict[str, Any] = {
+        "a": "text!",
+        "b": {"type": "decimal", "default": "1.50", "check": "b > 0"},
+        "c": {"type": "enum", "values": ["x", "y"], "default": "y", "indexed": True},
+        "d": {"type": "state", "transitions": {"new": ["done"], "done": []}},
+        "e": {"type": "ref", "to": "thing", "on_delete": "null"},
+        "f": {"type": "json", "default": {"k": [1, 2.5, None]}},
+        "g": {"type": "datetime", "default": "now()"},
+        "h": {"type": "bool", "default": False, "description": "no", "annotations": {"unit": "€"}},
+        "i": {"type": "date", "default": "2026-01-31"},
+    }
+    with layer._tx(None, "main", None) as tx:
+        evolve.define(tx, "thing", fields, [["a", "c"]], "what there is", {"icon": "*"})
+        evolve.define(tx, "thing", {"j": "int"}, [], None, None)
+        evolve.alter(tx, "thing", {"k": {"type": "ref", "to": "principal"}}, {}, {}, [], {}, None, None)
+        evolve.define(tx, "other", {"thing": "ref thing!"}, [], None, None)
+        foretold = tx.schema
+        tx._schema = None
+        tx.work.catalog._kept.clear()
+        assert tx.schema is not foretold and tx.schema == foretold
+    assert layer.schema() == foretold
