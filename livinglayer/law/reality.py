@@ -18,6 +18,7 @@ from ..substrate.reads import clock
 from ..substrate.values import datetime_text, json_text
 from . import contracts, tending
 from .executions import STEPS, digest, traceparent
+from .kept import PASSING
 from .verbs import Call, Object, verb
 
 LARGEST = 64 << 20  # bytes of one file that is brought back
@@ -194,7 +195,7 @@ def _work(layer: Any, box: Any, since: str | None) -> list[dict[str, Any]]:
     found = []
     for change in changes:
         path = change["path"]
-        if change["type"] != "file" or path.startswith(tending.PASSING) or change.get("attributes_only"):
+        if change["type"] != "file" or path.startswith(PASSING) or change.get("attributes_only"):
             continue
         told = {"name": path.lstrip("/"), "box": box.id, "kind": change["kind"]}
         if change["kind"] != "removed":

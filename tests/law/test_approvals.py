@@ -17,6 +17,7 @@ from sandbox.hosts import Host, wait_until
 from livinglayer import Layer
 from livinglayer.errors import Conflict, Denied, Invalid, NotFound
 from livinglayer.law import approvals, tending
+from livinglayer.law.bound import Bound
 from livinglayer.sandbox.sandbox import Sandbox
 
 RULES: list[dict[str, Any]] = [
@@ -346,7 +347,7 @@ def test_what_was_done_and_not_recorded_as_done_is_not_done_again(office: Layer)
     [row] = pending(office)
     tending.of(office).close()
     execution = office._ledger.resume(told["execution"])
-    run = tending.Bound(office, execution, "main", json.loads((execution.call or {})["arguments"]), box)
+    run = Bound(office, execution, "main", json.loads((execution.call or {})["arguments"]), box)
     given = row["request"]["given"]
     assert [run.asks._act("delete", given, row["id"]) for _ in range(2)] == [{"ok": True}] * 2
     assert len(office.query("select 1 as n from ticket")) == 2

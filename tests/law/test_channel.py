@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from livinglayer import Layer
+from livinglayer.law.bound import Bound
 from livinglayer.law.channel import CONNECTIONS, Channel
 from livinglayer.law.executions import Run
 from livinglayer.law.openapi import ASKED, document
-from livinglayer.law.tending import Bound
 from livinglayer.substrate.schema import OWNER
 
 

@@ -13,6 +13,7 @@ from sandbox.hosts import wait_until
 from livinglayer import Layer
 from livinglayer.errors import Conflict, Denied, Invalid
 from livinglayer.law import agents, approvals, executions, tending
+from livinglayer.law import kept as keeping
 from livinglayer.sandbox.sandbox import Sandbox
 from livinglayer.substrate import branches
 
@@ -90,7 +91,7 @@ def test_an_agent_whose_branch_is_discarded_ends(office: Layer) -> None:
 
 
 def test_a_box_that_has_taken_all_steps_there_are_ends(clerks: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (executions, tending):
+    for module in (executions, keeping):
         monkeypatch.setattr(module, "STEPS", 50)
     box, told = test_approvals.make(clerks)
     code = "try: layer.query(f'select {n} as n')\n    except layer.LayerError: pass"
@@ -233,7 +234,7 @@ def test_why_a_box_ended_is_known_to_whoever_comes_next(clerks: Layer, ends: str
     wait_until(lambda: told["execution"] in tending.of(clerks).kept, "somebody looks after it", 10)
     tending.of(clerks).close()
     # What it does until it is killed: the step, and the box.
-    kept = tending.Kept(tending.of(clerks), told["execution"], told["id"])
+    kept = keeping.Kept(tending.of(clerks), told["execution"], told["id"])
     if ends == "budget":
         kept._decided({"error": {"code": "limit_exceeded", "message": "over its budget of 5 steps: 6", "hint": None}})
     else:

@@ -51,7 +51,7 @@ def insert(layer: Layer, args: Namespace, out: Printer) -> None:
 
 @command("update", ENTITY, ID, VALUES, FILES, EXPECT, flags="as branch reason")
 def update(layer: Layer, args: Namespace, out: Printer) -> None:
-    """Set fields of a row."""
+    """Set fields of a row; those that are not named stay."""
     tx = act(layer, args, "row.update", entity=args.entity, id=args.id, values=values(args), expect=args.expect)
     out.say(f"Changed {args.entity}/{args.id} in tx {tx}")
     out.data({"tx": tx})
