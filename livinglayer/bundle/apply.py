@@ -12,9 +12,11 @@ from ..substrate import authority, evolve
 from ..substrate.ledger import Tx
 from ..substrate.schema import SYSTEM
 from . import migrations
+from .changes import Change, Step
 from .definitions import KINDS, NAMED, Found, Key, Spec, field_text
 from .load import pack
-from .plan import Change, Plan, Rows, Step, compare, differences, fresh, mark, present, referred, standing, stored
+from .plan import Plan, compare, differences, standing, stored
+from .seeds import Rows, fresh, mark, present, referred
 from .within import within
 
 BUNDLE, PRINCIPAL = SYSTEM.by_name["bundle"], SYSTEM.by_name["principal"]

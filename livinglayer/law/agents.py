@@ -156,7 +156,7 @@ def stop(call: Call, *, agent: str) -> Any:
     if arguments["host"] != contracts.home():
         raise Unavailable(f"agent {number} runs on another machine", hint="stop it there")
     layer._ledger.intend(call.execution)
-    if (box := tending._was_made(layer, number)) is not None:
+    if (box := tending.was_made(layer, number)) is not None:
         try:
             Sandbox.connect(box).kill()
         except NotFound:

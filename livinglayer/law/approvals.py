@@ -18,7 +18,7 @@ from . import functions
 from .executions import Run, digest
 from .functions import Asking
 from .signature import Signature, dumps
-from .verbs import Call, _opened, verb
+from .verbs import Call, opened, verb
 
 if TYPE_CHECKING:
     from ..substrate.engine import Session
@@ -252,7 +252,7 @@ def mark(layer: Any, execution: Execution, number: int, status: str, was: str, *
 def _write(layer: Any, execution: Execution, name: str, act: Callable[[Tx], Any], shown: Mapping[str, Any]) -> Any:
     """A tx of its own on main, for an execution whose scope is another branch and other entities."""
     asking = Asking(execution.principal, parent=execution.id, contract=(execution.call or {}).get("contract"), trace=execution.trace)  # fmt: skip
-    made = _opened(layer, name, shown, asking)
+    made = opened(layer, name, shown, asking)
     made.brief = True
     try:
         return layer._ledger.write(made, "main", act)

@@ -142,7 +142,7 @@ def egress(row: Mapping[str, Any], blueprint: Mapping[str, Any] | None) -> tuple
         return tuple(whole)
     theirs = [(rule, rules.parse_one(rule)) for rule in whole]
     for mine in rules.parse(row["egress"]):
-        if mine.action == "allow" and not any(_within(mine, rule) for _, rule in theirs):
+        if mine.action == "allow" and not any(rule_within(mine, rule) for _, rule in theirs):
             raise Invalid(
                 f"egress rule {mine.text} of contract {row['name']!r} is not within what its blueprint allows",
                 hint="a contract narrows its blueprint",
@@ -150,7 +150,7 @@ def egress(row: Mapping[str, Any], blueprint: Mapping[str, Any] | None) -> tuple
     return (*(written for written, rule in theirs if rule.action == "deny"), *row["egress"])
 
 
-def _within(mine: rules.Rule, theirs: rules.Rule) -> bool:
+def rule_within(mine: rules.Rule, theirs: rules.Rule) -> bool:
     """Whether all that one rule allows the other allows too."""
     return (
         theirs.action == "allow"

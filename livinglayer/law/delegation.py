@@ -21,7 +21,7 @@ from . import secrets as vault
 from .contracts import Contract
 from .executions import Run
 from .functions import Asking
-from .verbs import Call, _opened
+from .verbs import Call, opened
 
 DEPTH = 4  # agents of agents
 MOST = 50  # of one execution
@@ -38,7 +38,7 @@ def within(parent: Contract, child: Contract) -> Contract:
             raise _beyond(parent, child, f"{what}s {beyond[0]!r}" if what != "write" else f"writes {beyond[0]!r}")
     allowed = rules.parse(list(parent.egress))
     for rule in rules.parse(list(child.egress)):
-        if rule.action == "allow" and not any(contracts._within(rule, one) for one in allowed):
+        if rule.action == "allow" and not any(contracts.rule_within(rule, one) for one in allowed):
             raise _beyond(parent, child, f"reaches {rule.text}")
     lent = vault.wanted(list(parent.secrets))
     for secret in vault.wanted(list(child.secrets)):
@@ -225,7 +225,7 @@ def _begin(run: Run, contract: Contract, used: Mapping[str, float], name: str, t
     asking = Asking(execution.principal, run.branch, execution.id, contract=contract.id, trace=execution.trace)
     permissions = contracts.decide(layer, execution.principal, child, run.branch)
     usage.admit(layer, execution.principal, child.id, ("boxes",))
-    made = _opened(layer, "agent.delegate", {"contract": name, "task": task}, asking)
+    made = opened(layer, "agent.delegate", {"contract": name, "task": task}, asking)
     call = Call(layer, made, asking)
     try:
         above = {"parent": execution.id, "budget": narrowed.budget, "asked": asked}

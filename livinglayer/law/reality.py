@@ -109,7 +109,7 @@ def whose(layer: Any, info: Mapping[str, Any]) -> tuple[int | None, contracts.Co
     if labels.get("layer") != layer.id:
         return None, None
     for number, key, _ in tending.open_boxes(layer):
-        if key == labels.get("box") and tending._was_made(layer, number) == info["id"]:
+        if key == labels.get("box") and tending.was_made(layer, number) == info["id"]:
             with layer.engine.reading() as session:
                 at = layer.engine.schema_prefix
                 row = session.one(f"select contract from {at}ledger_call where execution = ?", (number,))
@@ -173,7 +173,7 @@ def living(layer: Any, branch: str) -> list[tuple[Any, str | None]]:
     keys = {execution: key for execution, key, _ in tending.open_boxes(layer)}
     found = []
     for execution, snapshot in rows:
-        id = tending._was_made(layer, execution) if execution in keys else None
+        id = tending.was_made(layer, execution) if execution in keys else None
         if id is not None:
             try:
                 found.append((Sandbox.connect(id), snapshot))

@@ -227,7 +227,7 @@ class Verdict:
 
 def replay(layer: Any, execution: int, principal: str | None = None) -> Record:
     """The record of an execution, as far as a principal may read it; NotFound when it may not."""
-    return _read(lambda sql: layer.query(sql, {"e": execution}, principal=principal), execution)
+    return read_record(lambda sql: layer.query(sql, {"e": execution}, principal=principal), execution)
 
 
 def verify(layer: Any, execution: int, principal: str | None = None) -> Verdict:
@@ -250,7 +250,7 @@ def fork_at(
     return found
 
 
-def _read(query: Callable[[str], list[dict[str, Any]]], number: int) -> Record:
+def read_record(query: Callable[[str], list[dict[str, Any]]], number: int) -> Record:
     rows = query("select * from execution where id = :e")
     if not rows:
         raise NotFound(f"there is no execution {number}", hint="select id, function, status from execution")
@@ -269,7 +269,9 @@ def _whole(layer: Any, number: int, principal: int) -> Record:
         policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
     if row is None or (row[0] != principal and not policy.sovereign()):
         raise NotFound(f"there is no execution {number} that you may run again", hint="only who ran it and owners may")
-    record = _read(lambda sql: layer._reads.query(sql, {"e": number}, "main", None, OWNER, None, None, True), number)
+    record = read_record(
+        lambda sql: layer._reads.query(sql, {"e": number}, "main", None, OWNER, None, None, True), number
+    )
     if row[1] is None or record.row["kind"] != "function":
         what = record.row["verb"] or record.row["kind"]
         raise Invalid(f"execution {number} is no function but {what}: its record is all there is of it")

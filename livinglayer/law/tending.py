@@ -106,16 +106,12 @@ class Tending:
         for known, holder, _, _ in self.layer.engine.leases(name):
             if known == name and runners.dead(holder):
                 self.layer.engine.release(name, holder)
-        if (
-            found is None
-            and (datetime.now(UTC) - started).total_seconds() < YOUNG
-            and not _was_made(self.layer, number)
-        ):
+        if found is None and (datetime.now(UTC) - started).total_seconds() < YOUNG and not was_made(self.layer, number):
             return
         if not self.layer.engine.lease(name, self.id, contracts.LEASE):
             return
         try:
-            id = _was_made(self.layer, number) or (None if found is None else str(found["id"]))
+            id = was_made(self.layer, number) or (None if found is None else str(found["id"]))
             if found is None and id is not None:  # it may have been made since they were listed
                 found = next((box for box in _boxes(self.layer) if box["id"] == id), None)
             if found is not None and found["id"] == id:
@@ -158,7 +154,7 @@ def _boxes(layer: Any) -> list[dict[str, Any]]:
     return sorted(found, key=lambda box: -box["created"])
 
 
-def _was_made(layer: Any, number: int) -> str | None:
+def was_made(layer: Any, number: int) -> str | None:
     """The id of the box that an execution got, once that is recorded."""
     at, detail = layer.engine.schema_prefix, layer.engine.portable("x.detail", "json")
     with layer.engine.reading() as session:

@@ -12,7 +12,7 @@ from ..substrate.reads import clock
 from ..substrate.schema import OWNER
 from . import agents, contracts, models
 from .executions import digest
-from .replay import Record, Step, _read, content
+from .replay import Record, Step, content, read_record
 from .verbs import Call, verb
 
 EFFECT = ("shell", "write_file")  # tools of the box that leave something there
@@ -62,7 +62,9 @@ def _whole(layer: Any, number: int, principal: int) -> Record:
         policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
     if row is None or (row[0] != principal and not policy.sovereign()):
         raise NotFound(f"there is no agent {number} that you may run again", hint="only who ran it and owners may")
-    record = _read(lambda sql: layer._reads.query(sql, {"e": number}, "main", None, OWNER, None, None, True), number)
+    record = read_record(
+        lambda sql: layer._reads.query(sql, {"e": number}, "main", None, OWNER, None, None, True), number
+    )
     if not isinstance((record.row["arguments"] or {}).get("agent"), Mapping):
         raise Invalid(
             f"execution {number} is no agent but {record.row['verb'] or record.row['kind']}", hint="layer agent list"

@@ -135,7 +135,7 @@ def _verb(layer: Any, found: Verb, arguments: Mapping[str, Any], asking: Asking)
 
 
 def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> Any:
-    execution = _opened(layer, found.name, {k: v for k, v in bound.items() if k not in found.hidden}, asking)
+    execution = opened(layer, found.name, {k: v for k, v in bound.items() if k not in found.hidden}, asking)
     execution.brief = found.brief
     try:
         result = found.run(Call(layer, execution, asking), **bound)
@@ -155,7 +155,7 @@ def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> A
     return result
 
 
-def _opened(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking) -> Execution:
+def opened(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking) -> Execution:
     made: Execution = layer._ledger.open(
         asking.principal, None, "verb", asking.reason, asking.parent, traceparent(asking.trace)
     )
@@ -175,7 +175,7 @@ def _opened(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking) -> 
 
 def _refused(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking, error: LayerError) -> None:
     """Record a call that did not come to an execution of its own."""
-    _conclude(layer, _opened(layer, name, shown, asking), error)
+    _conclude(layer, opened(layer, name, shown, asking), error)
 
 
 def _conclude(layer: Any, execution: Execution, error: LayerError) -> None:

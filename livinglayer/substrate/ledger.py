@@ -32,6 +32,7 @@ MAIN_CHAIN: Chain = (Level(MAIN),)
 GUARDED = frozenset(
     {"entity", "field", "branch", "permission", "principal", "membership", "conflict", "secret", "approval", "bundle"}
 )  # changed by verbs of their own
+AUTHORITY = frozenset({"permission", "principal", "membership"})  # who may do what
 GOVERNING = frozenset(
     {"entity", "field", "permission", "principal", "membership", "blueprint", "function", "contract", "projection",
      "trigger", "quota"}
@@ -616,6 +617,13 @@ class Tx:
         fields: frozenset[str],
     ) -> None:
         """Grants, scope and slice allow this change of this row, as it was and as it becomes."""
+        if entity.name in AUTHORITY and not self.policy.sovereign():  # a merge: elsewhere verbs of their own decide
+            raise Denied(
+                f"{self.policy.me['name']} may not {action} rows of {entity.name!r}: they say who may do what",
+                hint="an owner merges a branch that changes them",
+                action=action,
+                resource=entity.name,
+            )
         rules: Rules = self.policy.rules(action, self.schema, entity, self.name)
         scope = self.execution.scope.entities
         if rules.everything and scope is None and not self.slices:

@@ -499,3 +499,25 @@ def test_a_unique_value_of_a_hidden_row_is_still_taken(shared: Layer) -> None:
     shared.grant("yan", "*", "handle", where="shown")
     with pytest.raises(Conflict):
         shared.insert("handle", {"name": "taken", "shown": True}, principal="yan")
+
+
+@pytest.mark.parametrize("changed", ["grant", "role", "revoke"])
+def test_who_is_no_owner_merges_nothing_that_says_who_may_do_what(layer: Layer, changed: str) -> None:
+    """An owner tries something on a branch; that it counts on main is for an owner to say, whatever else one may merge."""
+    layer.define("item", {"name": "text!"})
+    layer.principal("ann")
+    for action, resource in (("merge", "branch:main"), ("write", "*"), ("read", "*"), ("define", "*")):
+        layer.grant("ann", action, resource)
+    held = layer.grant("ann", "read", "item", effect="deny")
+    layer.fork("try")
+    layer.insert("item", {"name": "bolt"}, branch="try")
+    if changed == "grant":
+        layer.grant("ann", "impersonate", "*", on="try")
+    elif changed == "role":
+        layer.principal("ann", roles=["boss"], on="try")
+    else:
+        layer.revoke(held, on="try")
+    with pytest.raises(Denied, match="they say who may do what"):
+        layer.merge("try", principal="ann")
+    assert not layer.can("ann", "impersonate", "principal:owner") and layer.query("select * from item") == []
+    assert layer.merge("try")

@@ -15,7 +15,8 @@ from livinglayer.errors import Denied, Invalid, NotFound
 
 if TYPE_CHECKING:
     from livinglayer import Layer
-    from livinglayer.bundle.plan import Change, Plan
+    from livinglayer.bundle.changes import Change
+    from livinglayer.bundle.plan import Plan
 
 GROUPS = {"bundle": "Software as a directory of definitions: listed, exported, removed, signed."}
 ADOPT = arg("--adopt", action="store_true", help="take over rows of the same names that others made")

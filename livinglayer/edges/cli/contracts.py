@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -63,7 +64,13 @@ def show(layer: Layer, args: Namespace, out: Printer) -> None:
     if out.json:
         out.data(rows[0])
         return
-    out.fields({key: value for key, value in rows[0].items() if value is not None})
+    shown = {key: value for key, value in rows[0].items() if value is not None}
+    with contextlib.suppress(NotFound):  # who may not read blueprints sees its number
+        for row in layer.query(
+            "select name from blueprint where id = :id", {"id": shown.get("blueprint")}, **reading(args)
+        ):
+            shown["blueprint"] = row["name"]
+    out.fields(shown)
 
 
 @command("contract remove", arg("name"), flags="as branch reason")
