@@ -195,7 +195,7 @@ class Connection(asyncio.Protocol):
             self._task = self.host.loop.create_task(self._run(handler, request))
         except LayerError as error:
             self.error(error)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             self.error(Invalid(f"the request {verb!r} is not well formed: {error!r}"))
 
     async def _run(self, handler: "Handler", request: dict[str, Any]) -> None:
@@ -330,6 +330,8 @@ def start_command(connection: Connection, box: Box, request: dict[str, Any]) -> 
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0):
         raise Invalid(f"timeout {timeout!r} is not a number of seconds")
     pty, background = request.get("pty"), bool(request.get("background"))
+    if pty and not (isinstance(pty, list) and len(pty) == 2 and all(type(n) is int and 0 < n < 65536 for n in pty)):
+        raise Invalid(f"a terminal has rows and columns, not {pty!r:.60}")
     variables = environment(box, given, [("TERM", "xterm-256color")] if pty and "TERM" not in given else [])
     payload = encode_exec(
         argv, user, cwd, variables, exec_flags(bool(pty), bool(request.get("stdin"))), *(pty or (24, 80))
