@@ -212,7 +212,7 @@ UNIQUE = "open('/proc/sys/kernel/random/uuid').read()"  # not the tape's: anothe
         (f"def main():\n    print({UNIQUE})", "output"),
         (f"def main():\n    return {UNIQUE}", "return"),
         (f"def main():\n    raise ValueError({UNIQUE})", "outcome"),
-        (f"import time\ndef main():\n    [time.time() for _ in range(int({UNIQUE}[:4], 16) % 200)]", "tape"),
+        (f"import time\ndef main():\n    [time.time() for _ in range(1 + int({UNIQUE}[:4], 16) % 5000)]", "tape"),
         (f"import layer\ndef main():\n    try: layer.update('ticket', 1, title={UNIQUE})\n    except layer.NotFound: pass", "refusal"),
     ],
     ids=["mutation", "query", "emit", "content", "name", "output", "return", "error", "clocks", "refusal"],
