@@ -267,12 +267,14 @@ class Tour:
             f"It read {outcome['rows']} addresses, as it may, and tried {len(outcome['ways'])} ways out of its box."
         )
         self.tell.rows([{"way": way, "came of it": told} for way, told in outcome["ways"].items()])
-        self.tell.bad(f"Nothing got out. {len(seen)} attempts are steps of execution {number}:")
+        escaped = [way for way, told in outcome["ways"].items() if told == "out"]
+        tell = self.tell.bad if escaped else self.tell.good
+        tell(f"{', '.join(escaped) or 'Nothing'} got out. {len(seen)} attempts are steps of execution {number}:")
         self.tell.rows(seen)
         return {
             "execution": number,
             "rows": outcome["rows"],
-            "escaped": [way for way, told in outcome["ways"].items() if told == "out"],
+            "escaped": escaped,
             "recorded": seen,
         }
 

@@ -70,4 +70,4 @@ def test_the_tour_is_told_to_people(environment: dict[str, str]) -> None:
     assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-3000:]
     for number in range(1, len(PROMISES) + 1):
         assert f"\n{number}. " in told.stdout
-    assert "\x1b" not in told.stdout and "Traceback" not in told.stdout and "✗ Nothing got out" in told.stdout
+    assert "\x1b" not in told.stdout and "Traceback" not in told.stdout and "✓ Nothing got out" in told.stdout
