@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from edges.results import Result, Run
 from sandbox.hosts import Host, running, sweep, wait_until
 
 import livinglayer
@@ -22,20 +20,6 @@ from livinglayer.jobs.scripted_model import ScriptedModel
 LAYER = [sys.executable, "-m", "livinglayer.edges.cli.main"]
 KEY = "sk-scripted-0123456789"
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="boxes above tier process need root")
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
 
 
 @pytest.fixture

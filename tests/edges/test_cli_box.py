@@ -15,12 +15,11 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from edges.results import Result, Run
 from sandbox.hosts import Host, sweep, wait_until
 
 from livinglayer.edges.cli.main import main
@@ -42,20 +41,6 @@ def host() -> Iterator[Host]:
         wait_until(lambda: not made.remains(), "nothing of the host is left")
     finally:
         made.remove()
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
 
 
 @pytest.fixture

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pty
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bundle.desks import DESK, swapped
+from edges.results import Result, Run
 
 import livinglayer
 from livinglayer.edges.cli.main import main
 
 LAYER = [sys.executable, "-m", "livinglayer.edges.cli.main"]
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
 
 
 @pytest.fixture

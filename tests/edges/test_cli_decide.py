@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from edges.results import Result, Run
 
 import livinglayer
 from livinglayer.edges.cli.main import main
@@ -18,25 +15,11 @@ from livinglayer.edges.cli.main import main
 WALLED = ("--author", "model", "--reach", "private", "--runs", "dev", "--egress", "none")
 
 
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
 class Terminal(io.StringIO):
     """Somebody who types these lines."""
 
     def isatty(self) -> bool:
         return True
-
-
-Run = Callable[..., Result]
 
 
 @pytest.fixture
