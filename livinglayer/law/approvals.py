@@ -14,7 +14,7 @@ from ..substrate.predicates import Env, compile_predicate
 from ..substrate.reads import clock
 from ..substrate.schema import SYSTEM, Entity
 from ..substrate.values import datetime_text
-from . import functions
+from . import functions, usage
 from .executions import Run, digest
 from .functions import Asking
 from .signature import Signature, dumps
@@ -491,11 +491,7 @@ def _may_answer_for(call: Call, row: Mapping[str, Any], resource: str, by: list[
 
 def _names(layer: Any, session: Session, principal: int) -> set[str]:
     """The names of a principal and of all roles it holds."""
-    rows = layer._catalog.rows(session, SYSTEM.by_name["membership"], MAIN_CHAIN)
-    found, fresh = {principal}, {principal}
-    while fresh:
-        fresh = {row["role"] for row in rows if row["member"] in fresh} - found
-        found |= fresh
+    found = usage.held_by(layer, session, principal)
     people = layer._catalog.rows(session, SYSTEM.by_name["principal"], MAIN_CHAIN)
     return {row["name"] for row in people if row["id"] in found}
 

@@ -120,7 +120,7 @@ def quotas(layer: Any, principal: int, contract: int | None) -> tuple[Quota, ...
         known: tuple[Quota, ...] = catalog._cached(("quotas", epoch), all_)
         if not known:
             return ()
-        held: frozenset[int] = catalog._cached(("roles", principal, epoch), lambda: _roles(layer, session, principal))
+        held: frozenset[int] = catalog._cached(("roles", principal, epoch), lambda: held_by(layer, session, principal))
     return tuple(
         quota
         for quota in known
@@ -130,7 +130,7 @@ def quotas(layer: Any, principal: int, contract: int | None) -> tuple[Quota, ...
     )
 
 
-def _roles(layer: Any, session: Any, principal: int) -> frozenset[int]:
+def held_by(layer: Any, session: Any, principal: int) -> frozenset[int]:
     """A principal and every role it holds, directly or through another."""
     rows = layer._catalog.rows(session, SYSTEM.by_name["membership"], MAIN_CHAIN)
     found, frontier = {principal}, [principal]
