@@ -15,13 +15,12 @@ import sqlite3
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import livinglayer
-from bench.boxes import stop
+from bench.boxes import apart
 from bench.report import Line, keep_part, table
 from livinglayer.jobs.scripted_model import Request, ScriptedModel, Step
 from livinglayer.sandbox.inside import SOURCE
@@ -159,13 +158,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one agent: a look, not a measurement")
     options = parser.parse_args()
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="lb-", dir="/var/tmp") as place:
-        os.environ["LAYER_STATE"] = place + "/state"
-        os.environ["XDG_CONFIG_HOME"] = place + "/config"
-        try:
-            lines = measure(Path(place), options.quick)
-        finally:
-            stop(Path(place) / "state")
+    with apart() as place:
+        lines = measure(place, options.quick)
     version, cores = platform.python_version(), os.cpu_count()
     text = "\n".join(
         [

@@ -508,6 +508,18 @@ def main() -> int:
     return int(any(isinstance(line, Failed) for _, part in bench.parts for line in part))
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[Path]:
+    """A place for one run with a host and a configuration of its own; all of it is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="lb-", dir="/var/tmp") as place:
+        os.environ["LAYER_STATE"] = place + "/state"
+        os.environ["XDG_CONFIG_HOME"] = place + "/config"
+        try:
+            yield Path(place)
+        finally:
+            stop(Path(place) / "state")
+
+
 def stop(state: Path) -> None:
     """End the host of this run and wait until its disk is unmounted."""
     with contextlib.suppress(OSError, ValueError):

@@ -13,7 +13,6 @@ import sqlite3
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import livinglayer
-from bench.boxes import BWRAP, Limits, stop, timed
+from bench.boxes import BWRAP, Limits, apart, timed
 from bench.report import Line, keep_part, table
 from livinglayer.sandbox.once import Once
 
@@ -139,13 +138,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few rounds: a look, not a measurement")
     options = parser.parse_args()
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="lb-", dir="/var/tmp") as place:
-        os.environ["LAYER_STATE"] = place + "/state"
-        os.environ["XDG_CONFIG_HOME"] = place + "/config"
-        try:
-            lines = measure(Path(place), options.quick)
-        finally:
-            stop(Path(place) / "state")
+    with apart() as place:
+        lines = measure(place, options.quick)
     version, cores = platform.python_version(), os.cpu_count()
     text = "\n".join(
         [
