@@ -30,9 +30,10 @@ from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
 GUARDED = frozenset(
-    {"entity", "field", "branch", "permission", "principal", "membership", "conflict", "secret", "approval", "bundle"}
+    {"entity", "field", "branch", "permission", "principal", "membership", "conflict", "secret", "approval", "bundle", "token",
+     "sign_in", "volume"}
 )  # changed by verbs of their own
-AUTHORITY = frozenset({"permission", "principal", "membership"})  # who may do what
+AUTHORITY = frozenset({"permission", "principal", "membership", "token"})  # who may do what
 GOVERNING = frozenset(
     {"entity", "field", "permission", "principal", "membership", "blueprint", "function", "contract", "projection",
      "trigger", "quota"}
@@ -48,6 +49,9 @@ VERBS = {
     "secret": "call",
     "approval": "call",
     "bundle": "call",
+    "token": "call",
+    "sign_in": "call",
+    "volume": "call",
 }
 
 

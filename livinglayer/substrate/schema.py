@@ -17,7 +17,7 @@ from ..errors import Invalid, LimitExceeded
 from .predicates import Predicate, compile_predicate
 from .values import ENCODE, TYPES, Encode, Stored, decode
 
-FORMAT = 3
+FORMAT = 4
 FIRST_ID = 2000  # below it: the system's entities, their fields and the rows every layer begins with
 MAIN, OWNER, OWNER_PERMISSION = 1500, 1501, 1502
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -409,7 +409,7 @@ _ENTITIES: dict[str, tuple[str, dict[str, str | dict[str, Any]], list[list[str]]
         "The shape of a box.",
         {"name": "text!", "tier": "text!", "base": "text", "limits": "json", "egress": "json", "mounts": "json",
          "secrets": "json", "environment": "json", "idle": "json", "description": "text", "packages": "json", "slice": "bool",
-         "ports": "json", "user_name": "text"},
+         "ports": "json", "user_name": "text", "snapshot": "text", "annotations": "json"},
         [["name"]],
     ),
     "function": (
@@ -430,7 +430,8 @@ _ENTITIES: dict[str, tuple[str, dict[str, str | dict[str, Any]], list[list[str]]
     ),
     "projection": (
         "A named view over a slice, with a freshness.",
-        {"name": "text!", "statement": "text!", "parameters": "json", "freshness": "json", "description": "text"},
+        {"name": "text!", "statement": "text!", "parameters": "json", "freshness": "json", "description": "text",
+         "remote": "json"},
         [["name"]],
     ),
     "component": (
@@ -472,6 +473,27 @@ _ENTITIES: dict[str, tuple[str, dict[str, str | dict[str, Any]], list[list[str]]
          "expires": "datetime", "answered_by": {"type": "ref", "to": "principal", "on_delete": "null"}, "answer": "text",
          "result": "json", "asked": {"type": "datetime", "default": "now()"}, "answered": "datetime"},
         [],
+    ),
+    "token": (
+        "What a principal proves with who it is; the token itself is kept nowhere.",
+        {"principal": {"type": "ref", "to": "principal", "required": True, "on_delete": "cascade"}, "name": "text!",
+         "kind": {"type": "enum", "values": ["api", "e2b", "session", "login"], "default": "api"},
+         "hash": "text!", "ending": "text", "scope": "json", "expires": "datetime",
+         "revoked": "datetime", "made": {"type": "datetime", "default": "now()"}},
+        [["hash"]],
+    ),
+    "sign_in": (
+        "That somebody proved who they are, or could not.",
+        {"principal": {"type": "ref", "to": "principal", "on_delete": "null"}, "how": "text!", "address": "text", "client": "text",
+         "outcome": {"type": "enum", "values": ["in", "refused", "locked", "out"], "default": "in"}, "detail": "text",
+         "token": {"type": "ref", "to": "token", "on_delete": "null"}, "at": {"type": "datetime", "default": "now()"}},
+        [],
+    ),
+    "volume": (
+        "Files that stay when boxes end, and that several may share.",
+        {"name": "text!", "principal": {"type": "ref", "to": "principal", "required": True, "on_delete": "cascade"}, "place": "text!",
+         "annotations": "json"},
+        [["principal", "name"]],
     ),
 }  # fmt: skip
 
@@ -528,7 +550,7 @@ _LEDGER: dict[str, tuple[str, dict[str, str]]] = {
 _NUMBERED = (
     "entity", "field", "branch", "principal", "membership", "permission", "conflict", "blueprint", "function", "contract",
     "projection", "component", "bundle", "secret", "tx", "change", "execution", "step", "box", "snapshot", "role",
-    "trigger", "quota", "usage", "decision", "lineage", "approval",
+    "trigger", "quota", "usage", "decision", "lineage", "approval", "token", "sign_in", "volume",
 )  # fmt: skip
 
 

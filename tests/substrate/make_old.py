@@ -1,4 +1,4 @@
-"""How the layers in format1/ and format2/ were made, each with a release of that format: `make_old.py FORMAT sqlite DIRECTORY`
+"""How the layers in format1/, format2/ and format3/ were made, each with a release of that format: `make_old.py FORMAT sqlite DIRECTORY`
 or `make_old.py FORMAT postgres URL`.
 
 The content is the same on both engines; `layer.tar.xz` is the directory, `layer.sql.xz` what pg_dump says of the schema.
