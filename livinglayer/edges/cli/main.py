@@ -25,6 +25,7 @@ from livinglayer.edges.cli import (
     replay,
     rows,
     secrets,
+    serving,
     usage,
     why,
     workers,
@@ -92,6 +93,7 @@ def verbs(groups: dict[str, Any], name: str) -> Any:
             decide,
             demo,
             rows,
+            serving,
         )
         what = next(part.GROUPS[name] for part in parts if name in part.GROUPS)
         sub = verbs(groups, above).add_parser(last, help=what, description=what)

@@ -1,0 +1,30 @@
+"""Servers for the tests of the edges: real `layer up` processes, whose boxes are the worker's host's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from edges.serving import Server
+from sandbox.conftest import host, own_host, use  # noqa: F401  (fixtures)
+from sandbox.hosts import Host
+
+
+@pytest.fixture(scope="module")
+def server(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:  # noqa: F811
+    """A server over an embedded layer, shared by the tests of a file."""
+    home: Path = tmp_path_factory.mktemp("server")
+    before = {name: os.environ.get(name) for name in host.environment()}
+    os.environ |= host.environment()  # the embedded handle of this process asks the same host
+    made = Server(str(home / "layer"), home, host.environment())
+    try:
+        yield made
+    finally:
+        made.close()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
