@@ -219,6 +219,40 @@ def _upsert(call: Call, *, entity: str, values: Object, on: Items) -> Any:
     return call.layer.upsert(entity, values, on=on, branch=call.branch, reason=call.reason, key=call.asking.key)
 
 
+@verb("row.change")
+def _change(call: Call, *, changes: Items) -> Any:
+    """Several changes as one tx, all or nothing: each does insert, update, upsert or delete; gives the ids of the rows."""
+    if not isinstance(changes, list) or not changes:
+        raise Invalid(f"changes are a list, not {changes!r:.120}", hint=CHANGE)
+    return call.layer._whole(
+        None, call.branch, call.reason, None, call.asking.key, (), ("change", changes),
+        lambda tx: {"ids": [_changed(tx, place, change) for place, change in enumerate(changes, start=1)]},
+    )  # fmt: skip
+
+
+CHANGE = '{"do": "insert", "entity": "item", "values": {…}}'
+CHANGES = {
+    "insert": ("entity", "values"), "update": ("entity", "id", "values", "expect"), "upsert": ("entity", "values", "on"),
+    "delete": ("entity", "id", "expect"),
+}  # fmt: skip
+
+
+def _changed(tx: Any, place: int, change: Any) -> Any:
+    """Do one of several changes: the id of its row."""
+    do = change.get("do") if isinstance(change, Mapping) else None
+    if not isinstance(do, str) or do not in CHANGES:
+        raise Invalid(f"change {place} is no change: {change!r:.120}", hint=CHANGE)
+    given = {key: value for key, value in change.items() if key != "do"}
+    takes = CHANGES[do]
+    if wrong := [*sorted(set(given) - set(takes)), *(key for key in takes if key != "expect" and key not in given)]:
+        raise Invalid(f"change {place}: {do} takes {', '.join(takes)}; {wrong[0]!r:.120} is wrong or missing")
+    kinds = {"values": Mapping, "on": list, "entity": str}
+    if wrong := [key for key, kind in kinds.items() if key in given and not isinstance(given[key], kind)]:
+        raise Invalid(f"change {place}: {wrong[0]} can't be {given[wrong[0]]!r:.120}", hint=CHANGE)
+    done = getattr(tx, do)(*(given.get(key) for key in takes))
+    return given.get("id", done)
+
+
 @verb("entity.define")
 def _define(
     call: Call, *, name: str, fields: Object, unique: Items | None = None, description: str | None = None
