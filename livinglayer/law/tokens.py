@@ -139,7 +139,7 @@ def lasting(seconds: float | None) -> datetime | None:
     return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
-@verb("token.create")
+@verb("token.create", told_once=True)
 def _create(
     call: Call, *, name: str, principal: str | None = None, kind: str = "api", scope: Items | None = None, seconds: float | None = None
 ) -> Any:  # fmt: skip

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import json
+import threading
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
-from ..errors import Denied, Invalid, LayerError, NotFound
-from ..substrate.ledger import Execution
+from ..errors import Conflict, Denied, Invalid, LayerError, NotFound
+from ..substrate.ledger import Execution, Tx
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import json_text, recordable
+from ..substrate.values import text as checked
 from . import functions, runners
 from . import secrets as vault
 from .executions import traceparent
@@ -36,37 +42,44 @@ class Verb:
     description: str
     brief: bool  # it is one tx
     hidden: tuple[str, ...]  # arguments that are never recorded
+    shapes: Mapping[str, type]  # of arguments that are JSON: what they must be, dict or list
+    keyed: bool  # its own tx knows the idempotency key
+    told_once: bool  # what it gives is not kept, so that a second request can't have it
 
 
 VERBS: dict[str, Verb] = {}
 
 
 def verb(
-    name: str, *, brief: bool = True, hidden: tuple[str, ...] = ()
+    name: str, *, brief: bool = True, hidden: tuple[str, ...] = (), keyed: bool = False, told_once: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Enter a function into the table; its keywords are the arguments, its docstring what people read."""
 
     def enter(run: Callable[..., Any]) -> Callable[..., Any]:
         hints = typing.get_type_hints(run)
-        arguments = {}
+        arguments, shapes = {}, {}
         for each in list(inspect.signature(run).parameters.values())[1:]:
-            kind, optional = _type(hints[each.name])
+            kind, optional, shape = _type(hints[each.name])
+            if shape is not None:
+                shapes[each.name] = shape
             spec: dict[str, Any] = {"type": kind, "required": not optional and each.default is each.empty}
             if each.default is not each.empty and each.default is not None:
                 spec["default"] = each.default
             arguments[each.name] = (
                 field(name, each.name, spec) if kind != "json" else field(name, each.name, {**spec, "default": None})
             )
-        VERBS[name] = Verb(name, run, Signature(arguments), inspect.getdoc(run) or "", brief, hidden)
+        said = inspect.getdoc(run) or ""
+        VERBS[name] = Verb(name, run, Signature(arguments), said, brief, hidden, shapes, keyed, told_once)
         return run
 
     return enter
 
 
-def _type(hint: Any) -> tuple[str, bool]:
+def _type(hint: Any) -> tuple[str, bool, type | None]:
     parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     kinds = [part for part in parts if part is not type(None)]
-    return (TYPES.get(kinds[0], "json") if len(kinds) == 1 else "json"), len(kinds) < len(parts)
+    shape = typing.get_origin(kinds[0]) if len(kinds) == 1 else None
+    return (TYPES.get(kinds[0], "json") if len(kinds) == 1 else "json"), len(kinds) < len(parts), shape
 
 
 class Call:
@@ -78,6 +91,31 @@ class Call:
         self.layer._me = asking.principal
         self.layer._execution = lambda principal=None: execution
         self.branch, self.reason = asking.branch, asking.reason
+
+    def writing(self, cause: str | None, seen: Items | None) -> dict[str, Any]:
+        """What a write is told beside its values."""
+        return {
+            "branch": self.branch, "reason": self.reason, "key": self.asking.key, "cause": cause, "seen": seen or (),
+        }  # fmt: skip
+
+
+def moment(what: str, given: Any) -> int | datetime | None:
+    """A tx number, or a time as text; Invalid otherwise."""
+    if given is None or (isinstance(given, int) and not isinstance(given, bool)):
+        return given
+    if isinstance(given, datetime):
+        return given
+    try:
+        return datetime.fromisoformat(given)
+    except (TypeError, ValueError):
+        raise Invalid(f"{what} is a tx number or a time like 2026-01-31T12:00:00Z, not {given!r:.60}") from None
+
+
+def time_of(what: str, given: str | None) -> datetime | None:
+    """A time as text."""
+    if isinstance(found := moment(what, given), int):
+        raise Invalid(f"{what} is a time like 2026-01-31T12:00:00Z, not {given!r:.60}")
+    return found
 
 
 def call(
@@ -122,16 +160,65 @@ def _verb(layer: Any, found: Verb, arguments: Mapping[str, Any], asking: Asking)
     shown = {key: value for key, value in arguments.items() if key in known - set(found.hidden)}
     try:
         bound = found.signature.bind(found.name, arguments)
+        for argument, shape in found.shapes.items():
+            if not isinstance(bound.get(argument), shape | None):
+                needed = "an object" if shape is dict else "a list"
+                raise Invalid(f"{found.name}: {argument} is {needed}, not {bound[argument]!r:.60}")
+        if asking.key is not None:
+            checked("the idempotency key", asking.key, 1000)
     except LayerError as wrong:
         takes = ", ".join(sorted(known))
         # the error of one that hides something may quote it
         error = Invalid(f"{found.name} can't take these arguments", hint=f"it takes {takes}") if found.hidden else wrong
         _refused(layer, found.name, shown, asking, error)
         raise error from None
+    if asking.key is not None and not found.keyed:
+        return _once(layer, found, bound, asking, asking.key)
+    return _do(layer, found, bound, asking)
+
+
+def _do(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> Any:
     if found.brief:
         return _act(layer, found, bound, asking)
     with runners.of(layer).running() as asking.runner:  # it may end between its first tx and its last
         return _act(layer, found, bound, asking)
+
+
+def _once(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, key: str) -> Any:
+    """What a verb gave to the request with this key; done if it is the first. The key is kept right after its tx."""
+    request = dumps([found.name, bound, asking.branch])
+    # of what is hidden nobody shall find out by guessing
+    digest = hashlib.pbkdf2_hmac("sha256", request, key.encode(), 100_000 if found.hidden else 1).hex()
+    at, who = layer.engine.schema_prefix, asking.principal
+    with _alone((layer.id, who, key)):
+        with layer.engine.reading() as session:
+            row = session.one(f"select digest, result from {at}ledger_key where principal = ? and key = ?", (who, key))
+        if row is not None:
+            if row[0] != digest:
+                raise Conflict(f"idempotency key {key!r:.120} was used for another request", hint="use a new key")
+            if found.told_once:
+                raise Conflict(f"{found.name} was done, and what it gave is told once", hint="use a new key")
+            return json.loads(row[1])
+        result = _do(layer, found, bound, asking)
+        kept = json_text("result", None if found.told_once else json.loads(dumps(result)))
+        layer._ledger.note(layer._running(who), [("ledger_key", (who, key, digest, kept))])
+        return result
+
+
+_flying: set[tuple[str, int, str]] = set()
+_lock = threading.Lock()
+
+
+@contextmanager
+def _alone(request: tuple[str, int, str]) -> Iterator[None]:
+    with _lock:
+        if request in _flying:
+            raise Conflict("a request with this idempotency key is being answered", hint="wait for its answer")
+        _flying.add(request)
+    try:
+        yield
+    finally:
+        _flying.discard(request)
 
 
 def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> Any:
@@ -193,74 +280,76 @@ def _conclude(layer: Any, execution: Execution, error: LayerError) -> None:
 # The table. Each is the layer's own method of the same meaning; functions and whatever else has rows bring their own.
 
 
-@verb("row.insert")
-def _insert(call: Call, *, entity: str, values: Any) -> Any:
+@verb("row.insert", keyed=True)
+def _insert(call: Call, *, entity: str, values: Any, cause: str | None = None, seen: Items | None = None) -> Any:
     """Add a row and give its id; a list of rows is one tx and gives a list of ids."""
-    return call.layer.insert(entity, values, branch=call.branch, reason=call.reason, key=call.asking.key)
+    return call.layer.insert(entity, values, **call.writing(cause, seen))
 
 
-@verb("row.update")
-def _update(call: Call, *, entity: str, id: int, values: Object, expect: int | None = None) -> Any:
+@verb("row.update", keyed=True)
+def _update(
+    call: Call, *, entity: str, id: int, values: Object, expect: int | None = None, cause: str | None = None, seen: Items | None = None
+) -> Any:  # fmt: skip
     """Set fields of a row and give the tx, its new version."""
-    return call.layer.update(
-        entity, id, values, expect=expect, branch=call.branch, reason=call.reason, key=call.asking.key
-    )
+    return call.layer.update(entity, id, values, expect=expect, **call.writing(cause, seen))
 
 
-@verb("row.delete")
-def _delete(call: Call, *, entity: str, id: int, expect: int | None = None) -> Any:
+@verb("row.delete", keyed=True)
+def _delete(
+    call: Call, *, entity: str, id: int, expect: int | None = None, cause: str | None = None, seen: Items | None = None
+) -> Any:
     """Remove a row, and what cascades from it; its history stays."""
-    return call.layer.delete(entity, id, expect=expect, branch=call.branch, reason=call.reason, key=call.asking.key)
+    return call.layer.delete(entity, id, expect=expect, **call.writing(cause, seen))
 
 
-@verb("row.upsert")
-def _upsert(call: Call, *, entity: str, values: Object, on: Items) -> Any:
+@verb("row.upsert", keyed=True)
+def _upsert(
+    call: Call, *, entity: str, values: Object, on: Items, cause: str | None = None, seen: Items | None = None
+) -> Any:
     """Update the row with these values in the fields `on`, or add one; gives its id."""
-    return call.layer.upsert(entity, values, on=on, branch=call.branch, reason=call.reason, key=call.asking.key)
+    return call.layer.upsert(entity, values, on=on, **call.writing(cause, seen))
 
 
-@verb("row.change")
-def _change(call: Call, *, changes: Items) -> Any:
-    """Several changes as one tx, all or nothing: each does insert, update, upsert or delete; gives the ids of the rows."""
-    if not isinstance(changes, list) or not changes:
-        raise Invalid(f"changes are a list, not {changes!r:.120}", hint=CHANGE)
-    return call.layer._whole(
-        None, call.branch, call.reason, None, call.asking.key, (), ("change", changes),
-        lambda tx: {"ids": [_changed(tx, place, change) for place, change in enumerate(changes, start=1)]},
-    )  # fmt: skip
+@verb("row.apply", keyed=True)
+def _apply(call: Call, *, changes: Items, cause: str | None = None, seen: Items | None = None) -> Any:
+    """Many changes as one tx, all or nothing; gives what each of them does.
+
+    A change is {"insert": ENTITY, "values": …}, {"update": ENTITY, "id": …, "values": …}, {"delete": ENTITY, "id": …} or
+    {"upsert": ENTITY, "values": …, "on": […]}; update and delete take `expect`.
+    """
+    acts = [_change(number, change) for number, change in enumerate(changes)]
+    writing = call.writing(cause, seen)
+    whole = [None, writing["branch"], writing["reason"], cause, writing["key"], writing["seen"]]
+    return call.layer._whole(*whole, ("apply", changes), lambda tx: [act(tx) for act in acts])
 
 
-CHANGE = '{"do": "insert", "entity": "item", "values": {…}}'
-CHANGES = {
-    "insert": ("entity", "values"), "update": ("entity", "id", "values", "expect"), "upsert": ("entity", "values", "on"),
-    "delete": ("entity", "id", "expect"),
-}  # fmt: skip
-
-
-def _changed(tx: Any, place: int, change: Any) -> Any:
-    """Do one of several changes: the id of its row."""
-    do = change.get("do") if isinstance(change, Mapping) else None
-    if not isinstance(do, str) or do not in CHANGES:
-        raise Invalid(f"change {place} is no change: {change!r:.120}", hint=CHANGE)
-    given = {key: value for key, value in change.items() if key != "do"}
-    takes = CHANGES[do]
-    if wrong := [*sorted(set(given) - set(takes)), *(key for key in takes if key != "expect" and key not in given)]:
-        raise Invalid(f"change {place}: {do} takes {', '.join(takes)}; {wrong[0]!r:.120} is wrong or missing")
-    kinds = {"values": Mapping, "on": list, "entity": str}
-    if wrong := [key for key, kind in kinds.items() if key in given and not isinstance(given[key], kind)]:
-        raise Invalid(f"change {place}: {wrong[0]} can't be {given[wrong[0]]!r:.120}", hint=CHANGE)
-    done = getattr(tx, do)(*(given.get(key) for key in takes))
-    return given.get("id", done)
+def _change(number: int, change: Any) -> Callable[[Tx], Any]:
+    takes = {"insert": {"values"}, "update": {"id", "values"}, "delete": {"id"}, "upsert": {"values", "on"}}
+    acts = [act for act in takes if isinstance(change, dict) and act in change]
+    if len(acts) != 1:
+        raise Invalid(f"change {number} is not one of {', '.join(takes)}", hint='{"insert": "item", "values": {…}}')
+    (act,) = acts
+    needs, may = takes[act], {"expect"} if act in ("update", "delete") else set()
+    given = {key: value for key, value in change.items() if key != act}
+    if needs - set(given) or set(given) - needs - may:
+        raise Invalid(f"change {number}: {act} takes {', '.join(sorted(needs | may))}, not {', '.join(sorted(given))}")
+    entity = change[act]
+    for name, value, kind in (("values", given.get("values", {}), dict), ("on", given.get("on", []), list), (act, entity, str)):  # fmt: skip
+        if not isinstance(value, kind):
+            raise Invalid(f"change {number}: {name} is no {kind.__name__}: {value!r:.60}")
+    if "id" in given:
+        given["number"] = given.pop("id")
+    return lambda tx: getattr(tx, act)(entity, **given)
 
 
 @verb("entity.define")
 def _define(
-    call: Call, *, name: str, fields: Object, unique: Items | None = None, description: str | None = None
-) -> Any:
+    call: Call, *, name: str, fields: Object, unique: Items | None = None, description: str | None = None, annotations: Any = None
+) -> Any:  # fmt: skip
     """Make an entity with its fields, or add fields to one; gives its id."""
     return call.layer.define(
-        name, fields, unique=unique or (), description=description, branch=call.branch, reason=call.reason
-    )
+        name, fields, unique=unique or (), description=description, annotations=annotations, branch=call.branch, reason=call.reason,
+    )  # fmt: skip
 
 
 @verb("entity.alter")
@@ -288,15 +377,15 @@ def _drop(call: Call, *, name: str) -> Any:
 
 
 @verb("branch.fork", brief=False)
-def _fork(call: Call, *, name: str, source: str = "main", slice: Object | None = None, as_of: int | None = None) -> Any:
-    """A new branch of everything, or of a slice; costs one row."""
-    return call.layer.fork(name, source, slice, as_of, reason=call.reason)
+def _fork(call: Call, *, name: str, source: str = "main", slice: Object | None = None, as_of: Any = None) -> Any:
+    """A new branch of everything, or of a slice, as it is or as it was; costs one row."""
+    return call.layer.fork(name, source, slice, moment("as_of", as_of), reason=call.reason)
 
 
 @verb("branch.merge", brief=False)
-def _merge(call: Call, *, name: str, target: str | None = None) -> Any:
-    """Bring a branch's changes to its parent; with conflicts nothing is applied and they become rows."""
-    return vars(call.layer.merge(name, target, reason=call.reason))
+def _merge(call: Call, *, name: str, target: str | None = None, preview: bool = False) -> Any:
+    """Bring a branch's changes to its parent; with conflicts nothing is applied and they become rows. Or see what it would do."""
+    return vars(call.layer.merge(name, target, preview=preview, reason=call.reason))
 
 
 @verb("branch.discard", brief=False)
@@ -322,12 +411,12 @@ def _principal(
 @verb("permission.grant")
 def _grant(
     call: Call, *, principal: str, action: str, resource: str, where: str | None = None, fields: Items | None = None, on_branch: str | None = None,
-    effect: str = "allow", delegable: bool = False,
+    effect: str = "allow", delegable: bool = False, valid_from: str | None = None, valid_to: str | None = None,
 ) -> Any:  # fmt: skip
     """Allow (or deny) an action; gives the permission's id."""
     return call.layer.grant(
         principal, action, resource, where=where, fields=fields, branch=on_branch, effect=effect, delegable=delegable, on=call.branch,
-        reason=call.reason,
+        reason=call.reason, valid_from=time_of("valid_from", valid_from), valid_to=time_of("valid_to", valid_to),
     )  # fmt: skip
 
 
@@ -338,9 +427,9 @@ def _revoke(call: Call, *, id: int) -> Any:
 
 
 @verb("history.prune", brief=False)
-def _prune(call: Call, *, before: int) -> Any:
-    """Forget closed versions that ended before a tx; gives how many."""
-    return call.layer.prune(before, reason=call.reason)
+def _prune(call: Call, *, before: Any) -> Any:
+    """Forget closed versions that ended before a tx or a time; gives how many."""
+    return call.layer.prune(moment("before", before), reason=call.reason)
 
 
 @verb("secret.set", hidden=vault.SECRET_ARGUMENTS["secret.set"])
