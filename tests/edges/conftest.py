@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from edges.serving import Server
 from sandbox.conftest import host, own_host, use  # noqa: F401  (fixtures)
 from sandbox.hosts import Host
+
+
+@pytest.fixture
+def serve(host: Host, use: Callable[[Host], Host], tmp_path: Path) -> Iterator[Callable[..., Server]]:  # noqa: F811
+    """`serve()`: a server of a test's own; `serve(location)`: of another layer, or a second one of the same."""
+    made: list[Server] = []
+
+    def start(location: str | None = None, *more: str) -> Server:
+        home = tmp_path / f"server{len(made)}"
+        home.mkdir()
+        made.append(Server(location or str(home / "layer"), home, use(host).environment(), *more))
+        return made[-1]
+
+    yield start
+    for each in reversed(made):
+        each.close()
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,8 @@ class App:
             return self._box(found[2], int(found[1]))
         if host not in self.serving.hosts and not host.endswith(suffix):
             return "refused", _stranger
+        if (origin := headers.get("origin")) and hostname(origin.partition("://")[2]) not in self.serving.hosts:
+            return "refused", _foreign  # a page of somebody else, or of a box
         if box := headers.get("e2b-sandbox-id"):
             port = headers.get("e2b-sandbox-port", "")
             return self._box(box, int(port) if port.isdigit() and len(port) < 6 else ENVD)
@@ -127,7 +129,7 @@ class App:
         await part("e2b.envd").signed(self.serving, scope, receive, send)
 
     def _answer(self, module: str) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
-        return self._answered(part(module).handle)
+        return self._answered(lambda serving, request: part(module).handle(serving, request))
 
     def _answered(self, handle: Part) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         async def act(scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,6 +187,10 @@ async def _stranger(scope: Scope, receive: Receive, send: Send) -> None:
     raise Denied(
         f"this server is not known as {hostname(Headers(scope=scope).get('host', ''))!r:.80}", hint="layer up --allow-host NAME", status=421
     )  # fmt: skip
+
+
+async def _foreign(scope: Scope, receive: Receive, send: Send) -> None:
+    raise Denied("pages of other origins may not ask this server", hint="layer up --allow-host NAME")
 
 
 async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,7 +8,6 @@ import logging
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
@@ -21,7 +20,7 @@ from .serving import Caller
 if TYPE_CHECKING:
     from .serving import Serving
 
-COOKIE = "layer_session"
+COOKIES = ("layer_session", "__Host-layer_session")  # the second over HTTPS, where no neighbour's page can set it
 SESSION = 12 * 3600.0  # seconds a browser stays signed in
 LINK = 15 * 60.0  # seconds a one-time link is good for
 FRESH = 1.0  # seconds a proof is believed: a revoked token is refused after that
@@ -61,15 +60,21 @@ def _forget(known: OrderedDict[Any, Any]) -> None:
         known.popitem(last=False)
 
 
+def session_of(headers: Headers) -> str | None:
+    """What a browser's cookie says."""
+    if COOKIES[0] not in (cookie := headers.get("cookie", "")):
+        return None
+    found = cookie_parser(cookie)
+    return found.get(COOKIES[1]) or found.get(COOKIES[0])
+
+
 def given(headers: Headers) -> tuple[str, str] | None:
     """What a request proves itself with, and how: `token` or `session`."""
     if (header := headers.get("authorization", "")) and header[:7].lower() == "bearer ":
         return header[7:].strip(), "token"
     if key := headers.get("x-api-key"):
         return key, "token"
-    if COOKIE in (cookie := headers.get("cookie", "")) and (text := cookie_parser(cookie).get(COOKIE)):
-        return text, "session"
-    return None
+    return (text, "session") if (text := session_of(headers)) else None
 
 
 async def authenticate(
@@ -179,7 +184,7 @@ async def close_session(serving: Serving, headers: Headers, address: str) -> Non
 def same_origin(serving: Serving, headers: Headers) -> None:
     """A browser that carries a session acts only for pages of this server."""
     origin = headers.get("origin") or headers.get("referer")
-    if origin is None or urlsplit(origin).netloc != headers.get("host"):
+    if origin is None or origin.partition("://")[2].partition("/")[0] != headers.get("host"):
         raise Denied("a browser's session is used by pages of this server only", hint="use a token instead")
 
 

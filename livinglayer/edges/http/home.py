@@ -45,7 +45,7 @@ async def page(serving: Serving, request: Request) -> Response:
         caller = await auth.authenticate(serving, request.headers, address(request))
     except Unauthenticated:
         return shown("Living Layer", signed_out(serving))
-    session = request.cookies.get(auth.COOKIE, "")
+    session = auth.session_of(request.headers) or ""
     return shown("Living Layer", await serving.do(signed_in, serving, caller, auth.csrf(session)))
 
 
@@ -164,7 +164,13 @@ def entered(serving: Serving, cookie: str, to: str = "/") -> Response:
     """To the page, with a session."""
     response = RedirectResponse(to, 303)
     response.set_cookie(
-        auth.COOKIE, cookie, max_age=int(auth.SESSION), httponly=True, samesite="lax", secure=serving.tls, path="/"
+        auth.COOKIES[serving.tls],
+        cookie,
+        max_age=int(auth.SESSION),
+        httponly=True,
+        samesite="lax",
+        secure=serving.tls,
+        path="/",
     )
     return response
 
@@ -174,11 +180,11 @@ async def logout(serving: Serving, request: Request) -> Response:
     if request.method != "POST":
         return not_so("POST")
     fields = parse_qs((await body(request, 65536)).decode("latin-1"))
-    if not auth.is_form_of(request.cookies.get(auth.COOKIE, ""), fields.get("csrf", [""])[0]):
+    if not auth.is_form_of((auth.session_of(request.headers) or ""), fields.get("csrf", [""])[0]):
         return shown("Sign out", "<h1>Living Layer</h1><p>That form was not of this session.</p>", 403)
     await auth.close_session(serving, request.headers, address(request))
     response = RedirectResponse("/", 303)
-    response.delete_cookie(auth.COOKIE, path="/")
+    response.delete_cookie(auth.COOKIES[serving.tls], path="/", secure=serving.tls)
     return response
 
 
