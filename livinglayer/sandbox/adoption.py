@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import LayerError, Unavailable
 from . import exchanges
 from .blueprint import VIRTUAL, Blueprint
-from .box import Box
+from .box import Box, Life
 from .cgroups import remove as remove_cgroup
 from .driver import Root, Spec
 from .drivers.namespace import NamespaceDriver
@@ -86,6 +86,8 @@ async def _adopt_one(
     box = Box(id, blueprint, driver, spec, Trace(host.traces, id), name=record["name"])
     box.created, box.parent, box.snapshot = record["created"], record["parent"], record["snapshot"]
     box.labels, box.token = record.get("labels") or {}, record.get("token")
+    box.life, box.asleep = Life(**record.get("life") or {}), bool(record.get("asleep"))
+    box.spent, box.requests = record.get("spent") or box.spent, record.get("requests") or box.requests
     host.boxes[id] = box
     host.names[record["name"]] = id
     if alive and resident is not None:
@@ -119,6 +121,8 @@ async def _adopt_one(
                 await host.spawner.release(id)
         host.drop_resources(box)
         box.state = "suspended"  # its processes went with the host; its files stay
+        box.asleep = box.asleep or (record["state"] == "running" and box.life.seconds is not None)
+    host.arm(box)
     for event in exchanges.untold(host.state, id, box.trace):
         box.trace.add("network", **{key: value for key, value in event.items() if key not in ("event", "box", "at")})
     box.trace.add("adopt", state=box.state)

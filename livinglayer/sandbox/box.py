@@ -7,23 +7,65 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import Conflict, NotFound
+from ..errors import Conflict, Invalid, NotFound
 from .agent import Agent
 from .blueprint import Blueprint
 from .commands import Command
 from .driver import Driver, Guest, Spec
+from .egress.rules import shown
 from .networks import Network
 from .trace import Trace
+from .wire import PAYLOAD_MAX
 
 if TYPE_CHECKING:
     from .keeping import Looks
 
 FINISHED = 16  # commands in the background whose end is remembered
 State = Literal["starting", "running", "paused", "suspended", "ended"]
+LONGEST = 10 * 365 * 86400  # seconds that a box may be given
+
+
+@dataclass
+class Life:
+    """How long a box runs, what happens then, and whether any touch lets it go on."""
+
+    seconds: float | None = None  # from when it is said, and from each time it goes on
+    then: Literal["kill", "pause"] = "kill"
+    wakes: bool = False
+    until: float | None = None  # when its time is over, if that is running
+
+    def change(self, given: object) -> None:
+        """Take what is said of it; with `"shorten": False` its end never comes earlier than it would have."""
+        if not isinstance(given, Mapping) or (unknown := sorted(set(given) - {"seconds", "then", "wakes", "shorten"})):
+            raise Invalid(f"the life of a box has seconds, then, wakes and shorten, not {given!r:.100}")
+        seconds = given.get("seconds", self.seconds)
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST
+        ):
+            raise Invalid(f"{seconds!r:.60} is not a number of seconds that a box may have")
+        if given.get("then", "kill") not in ("kill", "pause"):
+            raise Invalid(f"a box whose time is over is killed or paused, not {given['then']!r:.60}")
+        self.then, self.wakes = given.get("then", self.then), bool(given.get("wakes", self.wakes))
+        until = None if seconds is None else time.time() + seconds
+        if given.get("shorten", True) or self.until is None or (until is not None and until > self.until):
+            self.seconds, self.until = seconds, until
+
+    def begin(self) -> None:
+        """Its time runs anew."""
+        self.until = None if self.seconds is None else time.time() + self.seconds
+
+
+def told(argv: Sequence[str]) -> list[str]:
+    """A command as the trace has it: of very long ones only how their arguments begin."""
+    if sum(map(len, argv)) <= PAYLOAD_MAX:
+        return list(argv)
+    begun = [part if len(part) <= 256 else f"{part[:256]}… ({len(part)} characters)" for part in argv[:64]]
+    return begun + ([f"… ({len(argv)} arguments)"] if len(argv) > 64 else [])
 
 
 class Box:
@@ -45,7 +87,11 @@ class Box:
         self.loop = asyncio.get_running_loop()
         self.state: State = "starting"
         self.keeps_files = False  # a build step: what it wrote is taken when it has ended
-        self.asleep = False  # put to sleep for idleness: any touch wakes it
+        self.asleep = False  # put to sleep for idleness, or by its life: any touch wakes it
+        self.life = Life()
+        self.alarm: asyncio.TimerHandle | None = None  # when its time is over
+        self.spent = {"cpu": 0.0, "seconds": 0.0}  # before it was last suspended
+        self.since = time.time()  # when it began or went on
         self.guest: Guest | None = None
         self.network: Network | None = None
         self.secrets: dict[str, str] = {}
@@ -92,7 +138,7 @@ class Box:
         if self.guest is not None:
             self.guest.agent.drop(command.number)
         fields: dict[str, Any] = {
-            "argv": command.argv,
+            "argv": told(command.argv),
             "seconds": round(command.duration, 6),
             "exit_code": command.status,
         } | command.usage
@@ -116,6 +162,14 @@ class Box:
             return found
         raise NotFound(f"box {self.id!r} runs no command {number}")
 
+    def command_by(self, pid: int | None, tag: str | None, since: float = 0.0) -> Command:
+        """A command by its process or its tag: one that runs, or the last that ended no more than `since` seconds ago."""
+        late = (done for done in reversed(self.finished.values()) if time.monotonic() - done.ended <= since)
+        for command in (*self.commands.values(), *late):
+            if command.pid == pid if tag is None else (command.notes or {}).get("tag") == tag:
+                return command
+        raise NotFound(f"process with {f'pid {pid}' if tag is None else f'tag {tag!r}'} not found")
+
     def metrics(self) -> dict[str, Any]:
         """What it uses now."""
         stats = {} if self.spec.cgroup.closed else self.spec.cgroup.stats()
@@ -133,16 +187,29 @@ class Box:
             "name": self.name,
             "tier": self.blueprint.tier,
             "base": self.blueprint.base,
+            "user": self.blueprint.user,
             "isolation": self.driver.capabilities.isolation,
             "state": "sleeping" if self.asleep else self.state,
             "limits": {key: getattr(self.blueprint, key) for key in ("memory", "pids", "cpu", "disk")},
-            "egress": list(self.blueprint.egress),
+            "egress": [shown(rule) for rule in self.blueprint.egress],
             "created": self.created,
             "parent": self.parent,
             "snapshot": self.snapshot,
             "pid": self.guest.pid if self.guest else None,
             "labels": dict(self.labels),
             "secrets": sorted(self.secrets),
+            "life": asdict(self.life),
+        }
+
+    def used(self) -> dict[str, float]:
+        """What it has used since it began, for whoever pays for it."""
+        stats = {} if self.spec.cgroup.closed or not self.spec.cgroup.directories else self.spec.cgroup.stats()
+        seconds = self.spent["seconds"] + (0 if self.state in ("suspended", "ended") else time.time() - self.since)
+        return {
+            "cpu": round(self.spent["cpu"] + float(stats.get("cpu_seconds") or 0), 6),
+            "memory": float(stats.get("memory_peak") or 0) * seconds,
+            "sent": self.requests["up"],
+            "received": self.requests["down"],
         }
 
     # ---- what outlives the host ----
@@ -160,6 +227,10 @@ class Box:
             "snapshot": self.snapshot,
             "labels": self.labels,
             "token": self.token,
+            "life": asdict(self.life),
+            "asleep": self.asleep,
+            "spent": self.spent,
+            "requests": self.requests,
             "cgroup": {controller: str(path) for controller, path in self.spec.cgroup.directories.items()},
         }
 

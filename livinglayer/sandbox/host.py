@@ -31,7 +31,8 @@ from . import exchanges, inside
 from .admission import Admission
 from .adoption import adopt
 from .blueprint import NAME, VIRTUAL, Blueprint, Tier
-from .box import Box
+from .box import Box, Life
+from .bridge import open_bridge
 from .building import build
 from .cgroups import Cgroup, Cgroups
 from .cgroups import remove as remove_cgroup
@@ -41,6 +42,7 @@ from .driver import Driver, Guest, Root, Spec
 from .drivers.namespace import NamespaceDriver, NamespaceGuest, Spawner
 from .drivers.process import ProcessDriver
 from .egress.netns import CHANNEL_PORT, GATEWAY
+from .egress.rules import shown
 from .egress.secrets import Secrets
 from .egress.tls import Authority
 from .images import Images
@@ -112,6 +114,7 @@ class Host:
             self.layers.ca = Authority(self.state / "egress").certificate
             self.gateway = Gateway(self.state)
             self.gateway.on_event = self._on_request
+            self.gateway.on_bridge = lambda event: self.spawn_task(self._bridge(event))
             self.spawner = Spawner(self.state, self.disk.root, self.run)
             self.spawner.on_death = self.stopping.set
             self.gateway.refill()
@@ -191,6 +194,7 @@ class Host:
         labels: Mapping[str, str] | None = None,
         token: str | None = None,
         wait: float | None = None,
+        life: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> Box:
         """Make a box of this shape and start it; on a host that is full, wait for room so many seconds."""
@@ -201,6 +205,7 @@ class Host:
         if secret_values:
             blueprint = blueprint.changed(secrets=tuple(secret_values))
         check_labels(labels or {})
+        Life().change(life or {})
         if blueprint.tier in VIRTUAL and blueprint.base == "host":  # another kernel can't be shown this machine's files
             blueprint = blueprint.changed(base="debian")
         self._check_name(name)
@@ -243,6 +248,10 @@ class Host:
             )
         if blueprint.wall:
             box.timers.append(self.loop.call_later(blueprint.wall, self._expire, box))
+        box.since = time.time()
+        if life:
+            box.life.change(life)
+            self.arm(box)
         box.trace.add(
             "create",
             tier=blueprint.tier,
@@ -428,14 +437,16 @@ class Host:
         box.end_commands()
         if box.state in ("suspended", "ended"):
             return
-        box.trace.add("end", reason=done.result() if not done.cancelled() and not done.exception() else "lost")
+        reason = done.result() if not done.cancelled() and not done.exception() else "lost"
+        box.trace.add("end", reason=reason, used=box.used())
         box.state = "ended"
         self._release(box)
 
     def _release(self, box: Box) -> None:
         """The box is no more: its name is free at once, what it held is given back a moment later, when whoever killed it has heard."""
-        for timer in box.timers:
-            timer.cancel()
+        for timer in (*box.timers, box.alarm):
+            if timer is not None:
+                timer.cancel()
         for listener in box.listeners.values():
             listener.close()
         box.listeners.clear()
@@ -458,8 +469,9 @@ class Host:
             self.drop_resources(box)
             if not box.keeps_files and not self.disk.recycle(box.spec.root.upper):
                 self.disk.destroy(box.spec.root.upper)
-            if box.spec.directory.exists():
-                shutil.rmtree(box.spec.directory, ignore_errors=True)
+            for directory in (box.spec.directory, self.state / "suspended" / box.id):
+                if directory.exists():
+                    shutil.rmtree(directory, ignore_errors=True)
 
     def drop_resources(self, box: Box) -> None:
         """The parts that a suspended box does without."""
@@ -504,6 +516,65 @@ class Host:
         box.trace.add("limit", limit="wall", seconds=box.blueprint.wall)
         self.spawn_task(self.kill(box))
 
+    # ---- how long it runs ----
+
+    def arm(self, box: Box) -> None:
+        """Look at a box again when its time is over; one that stands still has time."""
+        if box.alarm is not None:
+            box.alarm.cancel()
+            box.alarm = None
+        if box.life.until is not None and (box.state == "running" or box.asleep):
+            left = min(box.life.until - time.time(), 86400.0)  # a loop's clock can't look further than some weeks
+            box.alarm = self.loop.call_later(max(0.0, left), lambda: self.spawn_task(self._time_is_over(box)))
+
+    async def _time_is_over(self, box: Box) -> None:
+        life = box.life
+        if box.state == "ended" or life.until is None:
+            return
+        if life.until > time.time() + 0.001:  # it was given more since
+            return self.arm(box)
+        box.trace.add("limit", limit="time", seconds=life.seconds, then=life.then)
+        if life.then == "kill":
+            return await self.kill(box)
+        life.until = None
+        try:
+            if box.state == "running":
+                await self.rest(box)
+        except LayerError as error:  # better gone on than gone
+            box.trace.add("limit", limit="time", error=error.message)
+            life.begin()
+            return self.arm(box)
+        box.asleep = life.wakes
+        box.save(self.records)
+
+    async def rest(self, box: Box, memory: bool = True) -> dict[str, Any]:
+        """Let a box stand still, its memory on disk where the tier can keep it there, else where it is; without `memory` only its files stay."""
+        box.life.until = None
+        if box.alarm is not None:
+            box.alarm.cancel()
+        if not memory or box.driver.capabilities.suspend_memory:
+            found = await self.suspend(box, memory)
+        else:
+            await self.pause(box)
+            found = {"memory": True}
+        box.asleep = box.life.wakes
+        box.save(self.records)
+        return found
+
+    async def change(
+        self, box: Box, life: Mapping[str, Any] | None = None, labels: Mapping[str, str] | None = None
+    ) -> None:
+        """Another end of its time; other labels."""
+        if labels is not None:
+            check_labels(labels)
+            box.labels = dict(labels)
+        if life is not None:
+            box.life.change(life)
+            if box.state in ("paused", "suspended") and not box.asleep:
+                box.life.until = None
+            self.arm(box)
+        box.save(self.records)
+
     async def kill(self, box: Box) -> None:
         """End a box; two who ask at once both get what they asked for."""
         async with box.lock:
@@ -511,8 +582,8 @@ class Host:
                 return
             guest, suspended = box.guest, box.state == "suspended"
             if guest is None or suspended:
+                box.trace.add("end", reason="killed", used=box.used())
                 box.state = "ended"
-                box.trace.add("end", reason="killed")
                 self._release(box)
                 return
             await guest.kill()  # _on_end does the rest
@@ -531,10 +602,17 @@ class Host:
             box.trace.add("pause")
             box.save(self.records)
 
-    async def resume(self, box: Box) -> None:
-        """Let a paused or suspended box go on."""
+    async def resume(self, box: Box, life: Mapping[str, Any] | None = None) -> bool:
+        """Let a paused or suspended box go on, for so long; whether it stood still."""
+        Life().change(life or {})
         async with box.lock:
+            stood = box.state != "running"
             await self._resume(box)
+            if life is not None:
+                box.life.change(life)
+                self.arm(box)
+                box.save(self.records)
+        return stood
 
     async def _resume(self, box: Box) -> None:
         box.asleep = False
@@ -557,6 +635,7 @@ class Host:
                 raise
             extra = {key: value for key, value in box.environment.items() if key in box.secrets}
             self.live(box)
+            box.since = time.time()
             await self._hold(box)
             box.environment |= extra
             self.name_channel(box)
@@ -567,21 +646,29 @@ class Host:
         else:
             raise Conflict(f"box {box.id!r} is {box.state}")
         box.state = "running"
+        if box.life.until is None:
+            box.life.begin()
+        self.arm(box)
         box.touch()
         box.trace.add("resume")
         box.save(self.records)
 
-    async def suspend(self, box: Box) -> dict[str, Any]:
-        """Let go of a box's memory: kept on disk where the tier can, else its processes end and its files stay."""
+    async def suspend(self, box: Box, memory: bool = True) -> dict[str, Any]:
+        """Let go of a box's memory: kept on disk where it is wanted and the tier can, else its processes end and its files stay."""
         async with box.lock:
+            keep = self.state / "suspended" / box.id
             if box.state == "suspended":
-                return {"memory": (self.state / "suspended" / box.id).exists()}
+                if not memory:
+                    shutil.rmtree(keep, ignore_errors=True)
+                return {"memory": keep.exists()}
             if box.guest is None or box.state not in ("running", "paused"):
                 raise Conflict(f"box {box.id!r} is {box.state}")
-            memory = box.driver.capabilities.suspend_memory
+            keeps = box.driver.capabilities.suspend_memory
+            memory = memory and keeps
             guest = box.guest
-            if memory:
-                keep = self.state / "suspended" / box.id
+            used = box.used()
+            box.spent = {"cpu": used["cpu"], "seconds": box.spent["seconds"] + time.time() - box.since}
+            if keeps:  # what a machine has on its disk is whole only with what it has in memory
                 shutil.rmtree(keep, ignore_errors=True)
                 keep.mkdir(parents=True, mode=0o700)
                 if box.state == "paused":
@@ -592,6 +679,8 @@ class Host:
                     shutil.rmtree(keep, ignore_errors=True)
                     raise
                 box.state = "suspended"
+                if not memory:
+                    shutil.rmtree(keep, ignore_errors=True)
             else:
                 box.state = "suspended"
                 await guest.kill()
@@ -781,11 +870,15 @@ class Host:
         count: int,
         owner: str | None,
         names: Sequence[str | None] = (),
-        labels: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
         token: str | None = None,
+        life: Mapping[str, Any] | None = None,
     ) -> list[Box]:
-        """`count` boxes that begin where this one is; it goes on unharmed. With `labels` they have these, not its own."""
-        check_labels(labels or {})
+        """`count` boxes that begin where this one is; it goes on unharmed. With `labels` they have these (or each its own), not its."""
+        given = [labels or {}] * (count if isinstance(count, int) else 0) if not isinstance(labels, list) else labels
+        for each in given:
+            check_labels(each)
+        Life().change(life or {})
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
             raise Invalid(f"fork count {count!r} is not between 1 and 1000")
         if names and len(names) != count:
@@ -799,9 +892,11 @@ class Host:
         self.names.update(dict.fromkeys(taken, ""))  # from now on
         try:
             children = await self._fork(box, owner, names)
-            for child in children if labels is not None else ():
-                child.labels, child.token = dict(labels or {}), token
+            for child, its in zip(children, given, strict=True) if labels is not None else ():
+                child.labels, child.token = dict(its), token
                 self.name_channel(child)
+                child.life.change(life or {})
+                self.arm(child)
                 child.save(self.records)
             return children
         finally:
@@ -888,6 +983,18 @@ class Host:
         for used in event.get("secrets") or ():
             box.trace.add("secret", name=used, host=event.get("host"))
 
+    async def _bridge(self, event: Event) -> None:
+        """A box wants to reach another, as its rules allow."""
+        assert self.gateway is not None
+        try:
+            opened = await open_bridge(self, event)
+        except LayerError as error:
+            return self.gateway.bridged(event, None, error)
+        except BaseException:
+            self.gateway.bridged(event, None, Unavailable("the host failed"))
+            raise
+        self.gateway.bridged(event, opened)
+
     async def lend(self, box: Box, values: Mapping[str, str] | None = None) -> None:
         """Secrets for a box that a host before this one made: it kept their values nowhere. Without any it goes on as it is, if it waits."""
         waits = self.gateway is not None and box.network is not None and not self.gateway.serves(box.id)
@@ -909,7 +1016,7 @@ class Host:
         changed = box.blueprint.changed(egress=tuple(rules))
         await self.gateway.change(box.id, rules)
         box.blueprint = box.spec.blueprint = changed
-        box.trace.add("egress", rules=list(rules))
+        box.trace.add("egress", rules=[shown(rule) for rule in rules])
         box.save(self.records)
 
     # ---- start and end of the host itself ----
@@ -933,7 +1040,9 @@ class Host:
                 if box.name is None:
                     await self.kill(box)
                 elif not isinstance(box.guest, NamespaceGuest) and box.state in ("running", "paused"):
+                    wakes = box.asleep or (box.state == "running" and box.life.seconds is not None)
                     await self.suspend(box)
+                    box.asleep = wakes  # it goes on when somebody wants something of it
         await asyncio.sleep(0)  # the end of each is told by a callback
         await asyncio.sleep(0)
         with _anyhow("boxes that have ended"):

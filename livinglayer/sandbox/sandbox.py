@@ -93,6 +93,11 @@ class Entry:
     gid: int
     mtime: float
     target: str | None = None
+    leads: str | None = None  # of a link that leads somewhere: the path there, and its mode
+    leads_mode: int | None = None
+    owner: str = ""
+    group: str = ""
+    attributes: Mapping[str, str] = field(default_factory=dict)  # those named `user.`
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class FileEvent:
 
     type: str  # create, modify, remove, move, attributes
     path: str
+    mask: int = 0  # as inotify says it
 
 
 def _pieces(data: bytes, kind: int = Kind.INPUT) -> list[tuple[int, bytes]]:
@@ -187,6 +193,92 @@ class AsyncProcess:
         else:
             request = {"do": "signal", "box": self._box, "id": self.id, "signal": int(number), "tree": tree}
             await self._client.call(request)
+
+
+class AsyncWriting:
+    """A file on its way into a box, as fast as the box takes it."""
+
+    def __init__(self, client: Client, connection: Connection) -> None:
+        self._client, self._connection = client, connection
+
+    async def send(self, data: bytes) -> None:
+        """A piece of it."""
+        await self._connection.send(*_pieces(data))
+
+    async def end(self) -> int:
+        """All of it was sent; its size, or what went wrong on the way."""
+        try:
+            await self._connection.send((Kind.INPUT_END, b""))
+            size: int = await self._connection.end()
+        except BaseException:
+            self._connection.close()
+            raise
+        self._client.give(self._connection)
+        return size
+
+    async def cancel(self) -> None:
+        """Leave it half written."""
+        self._connection.close()
+
+
+class AsyncInput:
+    """Input for a command, piece by piece, as it takes it."""
+
+    def __init__(self, client: Client, request: dict[str, Any]) -> None:
+        self._client, self._request = client, request
+        self._connection: Connection | None = None
+
+    async def send(self, data: bytes) -> None:
+        """A piece of it."""
+        if self._connection is None:
+            self._connection = await self._client.take()
+            await self._connection.begin(self._request)
+        await self._connection.send(*_pieces(data))
+
+    async def end(self) -> None:
+        """All of it was sent; returns when the command has taken it."""
+        await self.send(b"")
+        assert self._connection is not None
+        try:
+            await self._connection.send((Kind.INPUT_END, b""))
+            await self._connection.end()
+        except BaseException:
+            self._connection.close()
+            raise
+        self._client.give(self._connection)
+
+    async def cancel(self) -> None:
+        """Send no more."""
+        if self._connection is not None:
+            self._connection.close()
+
+
+class AsyncFollowing:
+    """A command as one that came to it hears it: how it began, what it prints, how it ended. It goes on when this is left."""
+
+    def __init__(self, client: Client, connection: Connection) -> None:
+        self._client, self._connection = client, connection
+        self._over = False
+
+    async def next(self) -> tuple[int, bytes]:
+        """(STARTED, its process), (STDOUT or STDERR, bytes), then (RESULT, how it ended as JSON); an error is raised."""
+        kind, payload = await self._connection.receive()
+        if kind == RESULT or kind == ERROR:
+            self._over = True
+            self._client.give(self._connection)
+            if kind == ERROR:
+                raise to_error(payload)
+        return kind, payload
+
+    def ready(self) -> list[tuple[int, bytes]]:
+        """What has come already, without an end."""
+        return self._connection.ready(RESULT, ERROR)
+
+    def leave(self) -> None:
+        """Hear no more of it."""
+        if not self._over:
+            self._over = True
+            self._connection.close()
 
 
 class AsyncPort:
@@ -290,6 +382,50 @@ class AsyncFiles:
         self._client.give(connection)
         return size
 
+    async def open(
+        self,
+        path: str,
+        *,
+        mode: int = 0o644,
+        user: str | None = None,
+        owner: str | None = None,
+        attributes: Mapping[str, str] | None = None,
+        prefix: str = "",
+    ) -> "AsyncWriting":
+        """Begin to write a file, its directories made; what is made belongs to `owner`.
+
+        At its end it has these `attributes` (named `user.`…) and no other below `prefix`.
+        """
+        request = {
+            "do": "files.write", "box": self._box, "path": path, "mode": mode, "user": user, "owner": owner,
+            "attributes": None if attributes is None else dict(attributes), "prefix": prefix,
+        }  # fmt: skip
+        connection = await self._client.take()
+        try:
+            await connection.begin(request)
+        except BaseException:
+            connection.close()
+            raise
+        return AsyncWriting(self._client, connection)
+
+    async def pieces(
+        self, path: str, *, user: str | None = None, part: tuple[int, int] | None = None
+    ) -> AsyncIterator[bytes]:
+        """A file piece by piece, no faster than they are taken; or a `part` of it, (offset, bytes)."""
+        connection = await self._client.take()
+        over = False
+        try:
+            await connection.begin({"do": "files.read", "box": self._box, "path": path, "user": user, "part": part})
+            while not over:
+                kind, payload = await connection.receive()
+                over = kind in (RESULT, ERROR)
+                if kind == ERROR:
+                    raise to_error(payload)
+                if kind == STDOUT:
+                    yield payload
+        finally:
+            self._client.give(connection) if over else connection.close()
+
     async def list(self, path: str = "/home/user", *, depth: int = 1, user: str | None = None) -> list[Entry]:
         """What is in a directory, `depth` levels deep."""
         return [_entry(found, path) for found in await self._call("list", path, depth=depth, user=user)]
@@ -306,17 +442,19 @@ class AsyncFiles:
             return False
         return True
 
-    async def move(self, path: str, to: str, *, user: str | None = None) -> None:
-        """Rename; what was at `to` is replaced."""
-        await self._call("move", path, to=to, user=user)
+    async def move(self, path: str, to: str, *, user: str | None = None, owner: str | None = None) -> None:
+        """Rename; what was at `to` is replaced. Directories that are made for it belong to `owner`."""
+        await self._call("move", path, to=to, user=user, owner=owner)
 
     async def remove(self, path: str, *, user: str | None = None) -> None:
         """Remove a file, or a directory with all in it."""
         await self._call("remove", path, user=user)
 
-    async def mkdir(self, path: str, *, mode: int = 0o755, user: str | None = None) -> None:
-        """Make a directory, and those above it."""
-        await self._call("mkdir", path, mode=mode, user=user)
+    async def mkdir(
+        self, path: str, *, mode: int = 0o755, user: str | None = None, owner: str | None = None
+    ) -> None:
+        """Make a directory, and those above it; they belong to `owner`."""
+        await self._call("mkdir", path, mode=mode, user=user, owner=owner)
 
     async def link(self, target: str, path: str, *, user: str | None = None) -> None:
         """Make a symbolic link at `path`."""
@@ -345,7 +483,7 @@ class AsyncFiles:
                     mask = int.from_bytes(payload[:4], "little")
                     name = payload[4:].rstrip(b"\0").decode("utf-8", "surrogateescape")
                     if found := next((label for bits, label in MASKS if mask & bits), None):
-                        yield FileEvent(found, posixpath.join(path, name))
+                        yield FileEvent(found, posixpath.join(path, name), mask)
         finally:
             connection.close()
 
@@ -451,9 +589,11 @@ class AsyncFiles:
 MASKS = (
     (0x100, "create"),
     (0x200, "remove"),
+    (0x400, "remove"),
     (0x8, "modify"),
     (0x40, "move"),
     (0x80, "move"),
+    (0x800, "move"),
     (0x2, "modify"),
     (0x4, "attributes"),
 )
@@ -471,6 +611,7 @@ def _entry(found: dict[str, Any], directory: str) -> Entry:
         posixpath.basename(path),
         path,
         *(found[key] for key in ("type", "size", "mode", "uid", "gid", "mtime", "target")),
+        *(found[key] for key in ("leads", "leads_mode", "owner", "group", "attributes")),
     )
 
 
@@ -511,10 +652,14 @@ class AsyncSandbox:
         labels: Mapping[str, str] | None = None,
         token: str | None = None,
         wait: float | None = None,
+        life: Mapping[str, Any] | None = None,
         progress: Callable[[str], Any] | None = None,
         **shape: Any,
     ) -> "AsyncSandbox":
-        """Make a box and start it. `shape` is what a blueprint holds: memory="256M", pids=64, disk="1G", cpu=0.5, egress=[…], env={…}, …"""
+        """Make a box and start it. `shape` is what a blueprint holds: memory="256M", pids=64, disk="1G", cpu=0.5, egress=[…], env={…}, …
+
+        Its `life` is {"seconds": 300, "then": "kill" or "pause", "wakes": True}: the host sees to it, whoever else is there.
+        """
         if unknown := sorted(set(shape) - SHAPE):
             raise Invalid(f"a box has no {unknown[0]!r}", hint="it has " + ", ".join(sorted(SHAPE)))
         given = blueprint.plain() if isinstance(blueprint, Blueprint) else dict(blueprint or {})
@@ -533,6 +678,7 @@ class AsyncSandbox:
             "labels": dict(labels) if labels else None,
             "token": token,
             "wait": wait,
+            "life": dict(life) if life else None,
             "record": record,
             "replay": replay,
         }
@@ -574,13 +720,23 @@ class AsyncSandbox:
         """Freeze it; its memory stays."""
         await self._do("pause")
 
-    async def resume(self) -> None:
-        """Let a paused or suspended box go on."""
-        await self._do("resume")
+    async def resume(self, life: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Let a paused or suspended box go on, for as long as its life says; what it is then, with "stood": whether it stood still."""
+        return await self._do("resume", life=dict(life) if life else None)
 
-    async def suspend(self) -> dict[str, Any]:
-        """Let go of its memory: kept on disk where the tier can ({"memory": True}), else its processes end and its files stay."""
-        return await self._do("suspend")
+    async def rest(self, memory: bool = True) -> dict[str, Any]:
+        """Let it stand still: its memory on disk where the tier can keep it there, else where it is; without `memory` only its files stay."""
+        return await self._do("rest", memory=memory)
+
+    async def change(
+        self, life: Mapping[str, Any] | None = None, labels: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Give it another life (with "shorten": False it never ends earlier than it would have) or other labels."""
+        return await self._do("change", life=None if life is None else dict(life), labels=labels and dict(labels))
+
+    async def suspend(self, memory: bool = True) -> dict[str, Any]:
+        """Let go of its memory: kept on disk where it is wanted and the tier can ({"memory": True}), else its processes end and its files stay."""
+        return await self._do("suspend", memory=memory)
 
     async def snapshot(self, *, memory: bool = False) -> Snapshot:
         """Keep what it holds, by content: its files, and with `memory` its processes too (tiers microvm and vm)."""
@@ -725,6 +881,42 @@ class AsyncSandbox:
             return AsyncProcess(self._client, self.id, 0, 0, connection)
         started = await self._do("exec", **request)
         return AsyncProcess(self._client, self.id, started["id"], started["pid"])
+
+    async def follow_start(self, argv: Sequence[str], **given: Any) -> AsyncFollowing:
+        """Start a command that goes on when it is not followed, and follow it, in one request; nothing that it prints is remembered."""
+        return await self._following({"do": "exec", "argv": list(argv), "background": True, "follow": True, **given})
+
+    async def follow_process(self, pid: int | None = None, tag: str | None = None) -> AsyncFollowing:
+        """Follow a command that runs, by its process or tag, from now on; of one that ended just now, how it ended."""
+        return await self._following({"do": "follow", "pid": pid, "tag": tag, "fresh": True})
+
+    async def _following(self, request: dict[str, Any]) -> AsyncFollowing:
+        connection = await self._client.take()
+        try:
+            await connection.begin({**request, "box": self.id})
+        except BaseException:
+            connection.close()
+            raise
+        return AsyncFollowing(self._client, connection)
+
+    def input(
+        self, pid: int | None = None, tag: str | None = None, *, terminal: bool | None = None, close: bool = False
+    ) -> AsyncInput:
+        """Input for a command that others may follow, by its process or tag; with `close`, the end of its input."""
+        request = {"do": "input", "box": self.id, "pid": pid, "tag": tag, "terminal": terminal, "close": close}
+        return AsyncInput(self._client, request)
+
+    async def signal(self, number: int, pid: int | None = None, tag: str | None = None, *, tree: bool = False) -> None:
+        """Send a signal to a command, by its process or tag; with `tree` to all that came of it."""
+        await self._do("signal", signal=int(number), pid=pid, tag=tag, tree=tree)
+
+    async def resize(self, rows: int, columns: int, pid: int | None = None, tag: str | None = None) -> None:
+        """The size of a command's terminal."""
+        await self._do("resize", rows=rows, columns=columns, pid=pid, tag=tag)
+
+    async def who(self, user: str) -> dict[str, Any]:
+        """A user of the box: uid, gid, name, home."""
+        return await self._do("who", user=user)
 
     async def processes(self) -> "List[dict[str, Any]]":
         """The commands that run now."""

@@ -19,6 +19,7 @@ from . import exchanges
 from .agent import Agent, Writing, failure
 from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
+from .bridge import relay
 from .building import build
 from .changes import Change
 from .commands import Command, Stream, encode_exec, exec_flags
@@ -32,7 +33,9 @@ from .wire import (
     ERROR,
     EXIT,
     HEAD,
+    MORE,
     PROGRESS,
+    REQUEST_MAX,
     RESULT,
     STARTED,
     STDERR,
@@ -43,6 +46,7 @@ from .wire import (
     text,
 )
 
+RETAINED = 30.0  # seconds for which the end of a command can still be followed by its process
 FLOOD = 64 << 20  # bytes that may wait for a client before it is hung up on
 HIGH = 1 << 20  # bytes that may wait for a slow client before its command is held
 
@@ -55,6 +59,7 @@ class Connection(asyncio.Protocol):
         self._frames = Frames()
         self._stream: Stream | None = None
         self._early: list[tuple[int, bytes]] = []  # what came before its request was under way
+        self._pieces = bytearray()  # of a request that is larger than a frame
         self.session: str | None = None
         self.leases = False
         self.gone = False
@@ -120,7 +125,12 @@ class Connection(asyncio.Protocol):
         try:
             for _, kind, payload in self._frames.feed(data):
                 if kind == CALL:
-                    self._call(payload)
+                    self._call(bytes(self._pieces) + payload if self._pieces else payload)
+                    self._pieces.clear()
+                elif kind == MORE:
+                    if len(self._pieces) + len(payload) > REQUEST_MAX:
+                        raise ValueError("a request without end")
+                    self._pieces += payload
                 else:
                     self._pass_on(kind, payload)
         except ValueError:
@@ -156,7 +166,7 @@ class Connection(asyncio.Protocol):
     def error(self, error: LayerError, **more: Any) -> None:
         """The end of a request that did not."""
         self.stream = None
-        body = {"code": error.code, "message": error.message, "hint": error.hint} | more
+        body = error.details | {"code": error.code, "message": error.message, "hint": error.hint} | more
         self.send(ERROR, json.dumps(body, default=str).encode()[:65536])
 
     def say(self, line: str) -> None:
@@ -272,7 +282,7 @@ class CommandStream(Stream):
             self._connection.result(None)
 
     def hold(self, on: bool) -> None:
-        self._command.hold(on)
+        self._command.hold(on, self)
 
     def sink(self, kind: int, data: bytes) -> None:
         """What the command prints, then how it ended."""
@@ -290,7 +300,7 @@ class CommandStream(Stream):
 
     def gone(self) -> None:
         self._command.leave(self.sink)
-        self._command.hold(False)
+        self._command.hold(False, self)
         if self._owns and not self._command.over:
             try:
                 self._command.signal(9, tree=True)
@@ -337,19 +347,38 @@ def start_command(connection: Connection, box: Box, request: dict[str, Any]) -> 
         argv, user, cwd, variables, exec_flags(bool(pty), bool(request.get("stdin"))), *(pty or (24, 80))
     )
     box.touch()
-    command = Command(box, argv, None, background=background, pty=bool(pty), timeout=timeout)
-    if background:
+    follows, notes = bool(request.get("follow")), request.get("notes")
+    command = Command(
+        box, argv, None, background=background, pty=bool(pty), timeout=timeout, stdin=bool(request.get("stdin")),
+        forgets=follows, notes=notes if isinstance(notes, dict) else None,
+    )  # fmt: skip
+    if background and follows:
+        _tell_start(connection, command)
+        follow(connection, command, owns=False)
+    elif background:
         _answer_when_started(connection, command)
     else:
         follow(connection, command, owns=True)
     command.start(payload)
 
 
-def follow(connection: Connection, command: Command, owns: bool) -> None:
+def follow(connection: Connection, command: Command, owns: bool, replay: bool = True) -> None:
     """The connection hears the command until it ends."""
     stream = CommandStream(connection, command, owns)
     connection.stream = stream
-    command.listen(stream.sink)
+    command.listen(stream.sink, replay)
+
+
+def _tell_start(connection: Connection, command: Command) -> None:
+    plain = command.on_frame
+
+    def on_frame(kind: int, payload: bytes) -> None:
+        if kind == STARTED:
+            connection.send(STARTED, payload)
+            command.on_frame = plain  # type: ignore[method-assign]
+        plain(kind, payload)
+
+    command.on_frame = on_frame  # type: ignore[method-assign]
 
 
 def _answer_when_started(connection: Connection, command: Command) -> None:
@@ -408,9 +437,18 @@ async def python(connection: Connection, request: dict[str, Any]) -> Any:
 
 @verb("follow")
 async def follow_(connection: Connection, request: dict[str, Any]) -> Any:
-    box = await connection.box(request)
-    follow(connection, box.command(request["id"]), owns=False)
+    command = _command(await connection.box(request), request, RETAINED)
+    if request.get("fresh"):  # as one that comes late to what it did not start: the process, then what it prints from now on
+        connection.send(STARTED, command.pid.to_bytes(4, "little"))
+    follow(connection, command, owns=False, replay=not request.get("fresh"))
     return STREAMS
+
+
+def _command(box: Box, request: dict[str, Any], since: float = 0.0) -> Command:
+    """The command that a request names, by the number of `start`, its process or its tag."""
+    if "id" in request:
+        return box.command(request["id"])
+    return box.command_by(request.get("pid"), request.get("tag"), since)
 
 
 @verb("output")
@@ -429,7 +467,40 @@ async def output_(connection: Connection, request: dict[str, Any]) -> dict[str, 
 
 @verb("signal")
 async def signal_(connection: Connection, request: dict[str, Any]) -> None:
-    (await connection.box(request)).command(request["id"]).signal(int(request["signal"]), bool(request.get("tree")))
+    _command(await connection.box(request), request).signal(int(request["signal"]), bool(request.get("tree")))
+
+
+@verb("resize")
+async def resize(connection: Connection, request: dict[str, Any]) -> None:
+    command = _command(await connection.box(request), request)
+    if not command.pty:
+        raise Conflict("tty not assigned to process", hint="it was started without a terminal")
+    command.resize(*(min(65535, max(1, int(request[key]))) for key in ("rows", "columns")))
+
+
+@verb("input")
+async def input_(connection: Connection, request: dict[str, Any]) -> None:
+    """Input for a command that others may follow, as it takes it; with `close` the end of it."""
+    stream = connection.stream = FileInput(connection)
+    command = _command(await connection.box(request), request)
+    while (data := await stream.next()) is not None:
+        check_input(command, request.get("terminal"))
+        command.write(data)
+        await command.taken()
+    if request.get("close") and command.pty:
+        raise Conflict("cannot close stdin of a terminal", hint="send Ctrl-D (0x04) instead")
+    if request.get("close") and command.stdin:
+        command.stdin = False
+        command.write(None)
+
+
+def check_input(command: Command, terminal: bool | None) -> None:
+    """Conflict when the command takes no input, or not there."""
+    if terminal is not None and bool(terminal) != command.pty:
+        kind = "a terminal, which is where its input goes" if command.pty else "no terminal"
+        raise Conflict(f"process {command.pid} has {kind}")
+    if command.over or not (command.stdin or command.pty):
+        raise Conflict(f"stdin of process {command.pid} is not enabled or closed", hint="start it with stdin=True")
 
 
 @verb("processes")
@@ -482,13 +553,14 @@ class Windowed(Stream):
 class Reading(Windowed):
     """A file on its way to the client: the agent's window is given back as the client takes it."""
 
-    def __init__(self, connection: Connection, box: Box, path: str, user: str) -> None:
+    def __init__(self, connection: Connection, box: Box, path: str, user: str, part: Any = None) -> None:
         self._connection, self._agent = connection, box.agent
+        piece = b"" if part is None else struct.pack("<qq", *(int(number) for number in part))
         self.size = 0
         self._number = self._agent.open(self._on_frame)
         self._box, self._path = box, path
         connection.stream = self
-        self._agent.send(Kind.READ, text(user) + text(path), self._number)
+        self._agent.send(Kind.READ, text(user) + text(path) + piece, self._number)
 
     def _on_frame(self, kind: int, payload: bytes) -> None:
         if kind == STDOUT:
@@ -512,13 +584,14 @@ def _path(value: Any) -> str:
 
 
 def _user(box: Box, request: dict[str, Any]) -> str:
-    return str(request.get("user") or box.blueprint.user)
+    user = str(request.get("user") or box.blueprint.user)
+    return f"{user}>{request['owner']}" if request.get("owner") else user
 
 
 @verb("files.read")
 async def files_read(connection: Connection, request: dict[str, Any]) -> Any:
     box = await connection.box(request)
-    Reading(connection, box, _path(request["path"]), _user(box, request))
+    Reading(connection, box, _path(request["path"]), _user(box, request), request.get("part"))
     return STREAMS
 
 
@@ -527,8 +600,14 @@ async def files_write(connection: Connection, request: dict[str, Any]) -> int:
     stream = connection.stream = FileInput(connection)
     box = await connection.box(request)
     path = _path(request["path"])
+    prefix, marks = str(request.get("prefix") or ""), request.get("attributes")
     writing = Writing(
-        box.agent, path, int(request.get("mode") or 0o644), _user(box, request), bool(request.get("append"))
+        box.agent,
+        path,
+        int(request.get("mode") or 0o644),
+        _user(box, request),
+        bool(request.get("append")),
+        () if marks is None else (prefix, *(str(word) for pair in marks.items() for word in pair)),
     )
     size = 0
     try:
@@ -541,6 +620,12 @@ async def files_write(connection: Connection, request: dict[str, Any]) -> int:
         raise
     box.trace.add("file", act="write", path=path, bytes=size)
     return size
+
+
+@verb("who")
+async def who(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """A user of the box."""
+    return await (await connection.box(request)).agent.who(str(request["user"]))
 
 
 @verb("files.list")
@@ -682,58 +767,6 @@ async def expose(connection: Connection, request: dict[str, Any]) -> dict[str, A
     return {"host": "127.0.0.1", "port": box.listeners[port].sockets[0].getsockname()[1]}
 
 
-async def relay(host: Host, box: Box, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Carry one connection from the host's loopback to a port of a box, waking the box if it sleeps."""
-    try:
-        agent = (await host.awake(box)).agent
-    except LayerError:
-        return writer.close()
-    over: asyncio.Future[None] = host.loop.create_future()
-    credit, room = 1 << 20, asyncio.Event()
-
-    def on_frame(kind: int, payload: bytes) -> None:
-        nonlocal credit
-        if kind == STDOUT:
-            box.touch()
-            writer.write(payload)
-            host.spawn_task(give_back(len(payload)))
-        elif kind == Kind.CREDIT:
-            credit = min(1 << 20, credit + int.from_bytes(payload[:4], "little"))
-            room.set()
-        elif kind == DONE and not over.done():
-            over.set_result(None)
-            room.set()
-
-    async def give_back(size: int) -> None:
-        try:
-            await writer.drain()
-            agent.send(Kind.WINDOW, size.to_bytes(4, "little"), number)
-        except (OSError, LayerError):
-            pass
-
-    async def inward() -> None:
-        nonlocal credit
-        while data := await reader.read(32768):
-            while credit < len(data) and not over.done():
-                room.clear()
-                await room.wait()
-            credit -= len(data)
-            agent.send(Kind.INPUT, data, number)
-        agent.send(Kind.INPUT_END, b"", number)
-
-    number = agent.open(on_frame)
-    work = asyncio.ensure_future(inward())
-    try:
-        agent.send(Kind.CONNECT, port.to_bytes(4, "little"), number)
-        await over
-    except (OSError, LayerError):
-        pass
-    finally:
-        work.cancel()
-        agent.drop(number)
-        writer.close()
-
-
 # ---- boxes ----
 
 
@@ -763,6 +796,7 @@ async def create(connection: Connection, request: dict[str, Any]) -> dict[str, A
         labels=request.get("labels"),
         token=request.get("token"),
         wait=request.get("wait"),
+        life=request.get("life"),
         say=connection.say,
     )
     if box.name is None and (
@@ -782,7 +816,8 @@ async def capabilities(connection: Connection, request: dict[str, Any]) -> dict[
 
 @verb("get")
 async def get(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
-    return connection.host.find(request["box"]).describe()
+    box = connection.host.find(request["box"])
+    return box.describe() | ({"environment": dict(box.blueprint.env)} if request.get("environment") else {})
 
 
 @verb("list")
@@ -809,13 +844,29 @@ async def pause(connection: Connection, request: dict[str, Any]) -> None:
 
 
 @verb("resume")
-async def resume(connection: Connection, request: dict[str, Any]) -> None:
-    await connection.host.resume(connection.host.find(request["box"]))
+async def resume(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """Let it go on; what it is then, and whether it stood still before."""
+    box = connection.host.find(request["box"])
+    stood = await connection.host.resume(box, request.get("life"))
+    return box.describe() | {"stood": stood}
+
+
+@verb("rest")
+async def rest(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    return await connection.host.rest(connection.host.find(request["box"]), bool(request.get("memory", True)))
+
+
+@verb("change")
+async def change(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """Another life or other labels for a box."""
+    box = connection.host.find(request["box"])
+    await connection.host.change(box, request.get("life"), request.get("labels"))
+    return box.describe()
 
 
 @verb("suspend")
 async def suspend(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
-    return await connection.host.suspend(connection.host.find(request["box"]))
+    return await connection.host.suspend(connection.host.find(request["box"]), bool(request.get("memory", True)))
 
 
 @verb("snapshot")
@@ -829,7 +880,7 @@ async def fork(connection: Connection, request: dict[str, Any]) -> list[dict[str
     box = host.find(request["box"])
     if box.asleep:
         await host.awake(box)
-    more = (request.get("names") or (), request.get("labels"), request.get("token"))
+    more = (request.get("names") or (), request.get("labels"), request.get("token"), request.get("life"))
     forks = await host.fork(box, request.get("count", 1), request.get("session"), *more)
     return [child.describe() for child in forks]
 

@@ -1,0 +1,585 @@
+"""Held boxes: those that no contract speaks of. Somebody opens one, uses it and lets it go; it is decided and recorded like any other.
+
+The execution of `box.open` lasts as long as the box. What the host must know of it is a label, so whoever asks the host
+knows all; its time is the host's to keep, and what it does is written down by `recorder`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
+from ..sandbox.blueprint import NAME as BOX_NAME
+from ..sandbox.blueprint import VIRTUAL, Blueprint, check_variable
+from ..sandbox.client import blocking_client, run_blocking
+from ..sandbox.egress import rules
+from ..sandbox.sandbox import Sandbox
+from ..substrate.ledger import Execution, Tx, now
+from ..substrate.reads import clock
+from ..substrate.schema import MAIN, SYSTEM
+from ..substrate.values import datetime_text, json_text
+from . import contracts, usage
+from . import secrets as vault
+from .blueprints import definer_of, guard, row_of, shape
+from .executions import traceparent
+from .verbs import Call, Items, Object, verb
+
+LABEL = "held"  # of a host's box: what this file knows of it
+LARGEST = 24 << 10  # bytes of that
+SHOWN = 1 << 20  # bytes of each stream that box.run gives back
+READABLE = 16 << 20  # bytes of a file that box.read gives back
+
+
+@verb("box.open", brief=False, hidden=("environment",))
+def open_(
+    call: Call, *, blueprint: str, name: str | None = None, snapshot: str | None = None, timeout: float | None = None,
+    on_timeout: str = "kill", metadata: Object | None = None, environment: Object | None = None, egress: Items | None = None,
+    volumes: Items | None = None, resume: bool = False, public: bool = True, annotations: Object | None = None,
+) -> Any:  # fmt: skip
+    """Open a box of a blueprint; it runs until its time is over or somebody kills it. What its environment holds is not recorded."""
+    layer, asking = call.layer, call.asking
+    making = Making(layer, asking.principal, blueprint, egress, environment, volumes, snapshot)
+    life = {"seconds": timeout, "then": on_timeout, "wakes": resume}
+    if on_timeout not in ("kill", "pause"):
+        raise Invalid(f"a box whose time is over is killed or paused, not {on_timeout!r:.60}")
+    if timeout is not None and not 0 <= timeout <= 10 * 365 * 86400:
+        raise Invalid(f"timeout {timeout!r} is not a number of seconds that a box may have")
+    if name is not None and not BOX_NAME.fullmatch(name):
+        raise Invalid(f"{name!r:.120} can't be the name of a box", hint="lower-case letters, digits and hyphens, 41 at most")  # fmt: skip
+    key = secrets.token_hex(8)
+    name = name or f"held-{key}"
+    told = {"metadata": _texts("metadata", metadata), "public": public, "annotations": annotations or {}}
+    asked = {
+        "blueprint": blueprint, "snapshot": snapshot, "timeout": timeout, "on_timeout": on_timeout, "resume": resume, "egress": egress,
+        "volumes": volumes, "environment": sorted(environment or {}), **told,
+    }  # fmt: skip
+    execution = making.execution(call.execution, "box.open", name, key, asked, asking.key)
+    known = _intended(layer, execution, {**asked, "name": name if call.asking.key is None else None, "values": _sealed(environment)}, asking.key, making.snapshot)  # fmt: skip
+    if known is not None:
+        return again(layer, known)
+    label = making.label(execution, {**told, "volumes": volumes or []})
+    found = run_blocking(blocking_client().call({
+        "do": "create", "blueprint": making.shape.plain() | {"secrets": None}, "session": blocking_client().session, "name": name,
+        "snapshot": making.snapshot, "secrets": dict(making.values) or None, "warm": True, "life": life,
+        "labels": {**contracts.labels(layer.id, key), LABEL: label},
+    }))  # fmt: skip
+    try:
+        made(layer, [execution], [found], making.values)
+    except BaseException:
+        Sandbox.connect(found["id"]).kill()
+        raise
+    return shown(layer, found) | {"kept": _kept(layer)}
+
+
+class Making:
+    """A box of a blueprint, decided and shaped, not made yet."""
+
+    def __init__(
+        self, layer: Any, principal: int, blueprint: str, egress: Sequence[Any] | None = None,
+        environment: Mapping[str, Any] | None = None, volumes: Sequence[Any] | None = None, snapshot: str | None = None,
+    ) -> None:  # fmt: skip
+        self.layer, self.principal = layer, principal
+        self.row = find(layer, blueprint)
+        self.permissions = admitted(layer, principal, self.row, blueprint)
+        usage.admit(layer, principal, None, ("boxes",))
+        if snapshot is not None and taker(layer, snapshot) != principal and not _owner(layer, principal):
+            raise NotFound(f"there is no snapshot {snapshot!r:.120}")
+        self.snapshot: str | None = snapshot or self.row.get("snapshot")
+        self.egress = narrowed(self.row, egress)
+        given = {**self.row, "egress": list(self.egress)}
+        self.values, bound, _ = vault.for_box(layer, given, principal)
+        shaped = shape({**self.row, "egress": bound})
+        guard(layer, shaped, definer_of(layer, "blueprint", self.row))
+        for variable, value in (environment or {}).items():
+            check_variable(variable, value)
+        self.shape: Blueprint = shaped.changed(
+            env={**shaped.env, **(environment or {})}, mounts=(*shaped.mounts, *_mounts(layer, principal, volumes))
+        )
+
+    def execution(
+        self, execution: Execution, act: str, name: str, key: str, asked: Mapping[str, Any], again: str | None = None
+    ) -> Execution:
+        """The execution that the box is: that of the call which opens it, or of each fork."""
+        execution.kind, execution.tier, execution.blueprint = "box", self.shape.tier, self.row["name"]
+        with self.layer.engine.reading() as session:
+            state = clock(self.layer.engine, session)[0]
+        given = {"contract": None, "name": name, "key": key, "host": contracts.home(), **asked}
+        execution.call = {
+            "verb": act, "version": self.row["_tx"], "arguments": json_text("arguments", given), "branch": MAIN, "state": state, "attempt": 1,
+            "key": again, "snapshot": self.snapshot, "permissions": json_text("permissions", self.permissions),
+        }  # fmt: skip
+        return execution
+
+    def label(self, execution: Execution, told: Mapping[str, Any]) -> str:
+        """What the host keeps for us with the box."""
+        return label(
+            {
+                "principal": self.principal, "execution": execution.id, "blueprint": self.row["name"], "secrets": sorted(self.values),
+                "template": (self.row.get("annotations") or {}).get("template"), **told,
+            }
+        )  # fmt: skip
+
+
+def label(told: Mapping[str, Any]) -> str:
+    text = json.dumps(told, separators=(",", ":"))
+    if len(text) > LARGEST:
+        raise LimitExceeded(f"metadata and annotations of a box take {len(text)} bytes, more than {LARGEST}")
+    return text
+
+
+# Who may
+
+
+def find(layer: Any, blueprint: str) -> dict[str, Any]:
+    """A blueprint by its name, or by the snapshot that it is."""
+    try:
+        return row_of(layer, "blueprint", blueprint)
+    except NotFound:
+        entity = SYSTEM.by_name["blueprint"]
+        with layer.engine.reading() as session:
+            catalog = layer._catalog
+            chain = catalog.chain(session, catalog.branch(session, "main"), None)
+            rows = catalog.rows(session, entity, chain, f"where x.{entity.by_name['snapshot'].store} = ?", (blueprint,))
+        if not rows:
+            raise
+        return dict(rows[0])
+
+
+def admitted(layer: Any, principal: int, row: Mapping[str, Any], called: str) -> list[int]:
+    """The permission rows that let a principal open boxes of a blueprint; what it kept of its own boxes it may open itself."""
+    with layer.engine.reading() as session:
+        policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+    resource = f"box:{row['name']}"
+    allowed, grants = policy.outright("call", resource)
+    if allowed:
+        return [grant.id for grant in grants]
+    kept = row.get("snapshot") is not None and not grants
+    if kept and taker(layer, row["snapshot"]) == principal and definer_of(layer, "blueprint", row) == principal:
+        return []
+    error = policy.refusal("call", resource, grants, named=True)
+    if "blueprint" in layer.schema().by_name and _readable(layer, principal, row["id"]):
+        raise error
+    layer._ledger.denied(
+        layer._execution(None), error
+    )  # whoever may not read blueprints does not learn that there is one
+    raise NotFound(f"there is no blueprint {called!r:.120}", hint="select name from blueprint lists them")
+
+
+def _readable(layer: Any, principal: int, number: int) -> bool:
+    try:
+        found = layer._reads.query_at("select id from blueprint where id = :id", {"id": number}, "main", None, principal, None, 1)[0]  # fmt: skip
+    except LayerError:
+        return False
+    return bool(found)
+
+
+def _owner(layer: Any, principal: int) -> bool:
+    with layer.engine.reading() as session:
+        return bool(layer._catalog.policy(session, principal, clock(layer.engine, session)[1]).sovereign())
+
+
+def taker(layer: Any, snapshot: str) -> int | None:
+    """Whose box a snapshot was taken of, as the ledger knows."""
+    at = layer.engine.schema_prefix
+    with layer.engine.reading() as session:
+        row = session.one(
+            f"select x.principal from {at}ledger_snapshot s join {at}ledger_execution x on x.box = s.box where s.id = ?",
+            (snapshot,),
+        )
+    return None if row is None else int(row[0])
+
+
+def narrowed(row: Mapping[str, Any], egress: Sequence[Any] | None) -> tuple[Any, ...]:
+    """The rules of a box: its blueprint's, or those given, each of which the blueprint must allow too."""
+    whole = tuple(row.get("egress") or ())
+    if egress is None:
+        return whole
+    theirs = [(written, rules.parse_one(written)) for written in whole]
+    for mine in rules.parse(egress):
+        if mine.action == "allow" and not any(contracts.rule_within(mine, rule) for _, rule in theirs):
+            raise Denied(
+                f"egress rule {mine.text} is not within what blueprint {row['name']!r} allows",
+                hint="a box narrows its blueprint",
+                action="use",
+                resource=f"egress:{mine.host}",
+            )
+    return (*(written for written, rule in theirs if rule.action == "deny"), *egress)
+
+
+def _mounts(layer: Any, principal: int, given: Sequence[Any] | None) -> tuple[Any, ...]:
+    if not given:
+        return ()
+    from . import volumes
+
+    return tuple(volumes.mounts(layer, principal, given))
+
+
+def _texts(what: str, given: Any) -> dict[str, str]:
+    if not all(isinstance(value, str) for value in (given or {}).values()):
+        raise Invalid(f"{what} of a box are texts by name")
+    return dict(given or {})
+
+
+def _sealed(environment: Mapping[str, Any] | None) -> str | None:
+    """Values that may be secrets, so that two requests can be compared and nobody can try them out."""
+    if not environment:
+        return None
+    text = json_text("environment", dict(environment))
+    return hmac.new(contracts._channel_key(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def token(layer: Any, box: str, use: str) -> str:
+    """A token of a box for one use: made of a key that lies in no database, so there is nothing to keep."""
+    return contracts.token(f"{layer.id}:{use}", box)
+
+
+# Its execution
+
+
+def _intended(layer: Any, execution: Execution, request: Any, key: str | None, snapshot: str | None) -> int | None:
+    """Commit that there will be a box; with an idempotency key, the execution of the one that was asked for before."""
+
+    def run(work: Any) -> int | None:
+        tx = Tx(work, execution, reason=execution.reason, bare=True, key=key)
+        if tx.recall(request):
+            return int(tx.result)
+        contracts.record(tx, execution, None, snapshot)
+        tx.finish(execution.id)
+        return None
+
+    found: int | None = layer._ledger.submit(run)
+    return found
+
+
+def again(layer: Any, execution: int) -> dict[str, Any]:
+    """The box of an execution that was asked for before, or how that went."""
+    import time
+
+    from . import tending
+
+    for _ in range(600):
+        if (id := tending.was_made(layer, execution)) is not None:
+            return shown(layer, info(id))
+        at, said = layer.engine.schema_prefix, layer.engine.portable("result", "json")
+        with layer.engine.reading() as session:
+            row = session.one(f"select {said} from {at}ledger_outcome where execution = ?", (execution,))
+        if row is not None:
+            error = (json.loads(row[0] or "{}") or {}).get("error") or {}
+            raise Conflict(f"that request was made before, and failed: {error.get('message')}", hint="use a new key")
+        time.sleep(0.05)  # whoever was first is making it
+    raise Unavailable("a box is being made for this key, and is not there yet")
+
+
+def made(layer: Any, executions: Sequence[Execution], found: Sequence[Mapping[str, Any]], values: Mapping[str, Any], **more: Any) -> None:  # fmt: skip
+    """Record the boxes that executions have got; from now on others look after them."""
+    at = now()
+    with layer._ledger.work() as work:
+        for execution, box in zip(executions, found, strict=True):
+            step = {"id": box["id"], "name": box["name"], "tier": box["tier"], "isolation": box["isolation"], **more}
+            steps = [("box", step), *(("secret", {"name": name, "use": "injected"}) for name in values)]
+            tx = work.tx(execution, bare=True)
+            tx.facts_of("ledger_step", [(execution.id, n, kind, json_text("step", detail), at) for n, (kind, detail) in enumerate(steps, 1)])  # fmt: skip
+            tx.finish()
+    for execution in executions:
+        layer._ledger.let_go(execution)
+
+
+def _kept(layer: Any) -> str:
+    from . import tending
+
+    return tending.ensure(layer)
+
+
+# What is told of it
+
+
+def info(box: str) -> dict[str, Any]:
+    """What the host says of a box, or NotFound."""
+    return dict(run_blocking(blocking_client().call({"do": "get", "box": box})))
+
+
+def told(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What this file has kept with a box; nothing for one that is not held."""
+    return json.loads(found["labels"].get(LABEL) or "{}")  # type: ignore[no-any-return]
+
+
+def resting(found: Mapping[str, Any]) -> bool:
+    """Whether a box stands still until somebody lets it go on: one that its host put aside for a while does not."""
+    return found["state"] in ("paused", "suspended") or (found["state"] == "sleeping" and found["life"]["until"] is None and found["life"]["seconds"] is not None)  # fmt: skip
+
+
+def shown(layer: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A box as whoever holds it sees it."""
+    held, life = told(found), found["life"]
+    until = life["until"]
+    return {
+        "box": found["id"], "name": found["name"], "state": "paused" if resting(found) else "running", "execution": held.get("execution"),
+        "blueprint": held.get("blueprint"), "principal": layer._name_of(held["principal"]) if "principal" in held else None,
+        "tier": found["tier"], "isolation": found["isolation"], "limits": found["limits"], "metadata": held.get("metadata") or {},
+        "started": _moment(found["created"]), "until": None if until is None else _moment(until), "on_timeout": life["then"],
+        "resume": life["wakes"], "public": held.get("public", True), "volumes": held.get("volumes") or [], "parent": found["parent"],
+        "snapshot": found["snapshot"], "egress": found["egress"], "annotations": held.get("annotations") or {},
+        "template": held.get("template"),
+    }  # fmt: skip
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def owned(layer: Any, principal: int, found: Mapping[str, Any]) -> bool:
+    """Whether a box of the host is this layer's, and this principal's to use: its own, or any where it owns the layer."""
+    if found["labels"].get("layer") != layer.id:
+        return False
+    held = told(found)
+    if not held:
+        from . import reality
+
+        number = reality.whose(layer, found)[0]
+        at = layer.engine.schema_prefix
+        with layer.engine.reading() as session:
+            row = None if number is None else session.one(f"select principal from {at}ledger_execution where id = ?", (number,))  # fmt: skip
+        held = {} if row is None else {"principal": row[0]}
+    return held.get("principal") == principal or _owner(layer, principal)
+
+
+def mine(layer: Any, principal: int, box: str, held: bool = True) -> dict[str, Any]:
+    """What the host says of a box that a principal may use; NotFound for one of others, as for one that is not."""
+    missing = NotFound(f"there is no box {box!r:.80}", hint="box.list lists them")
+    try:
+        found = info(box)
+    except NotFound:
+        raise missing from None
+    if not owned(layer, principal, found):
+        raise missing
+    if held and not told(found):
+        raise Conflict(f"box {box!r} has a contract, which says how long it runs", hint="layer box kill, layer contract show")  # fmt: skip
+    return found
+
+
+def boxes(layer: Any, principal: int) -> list[dict[str, Any]]:
+    """What the host says of the held boxes that a principal may use."""
+    everything = run_blocking(blocking_client().call({"do": "list", "labels": {"layer": layer.id}}))
+    owner = _owner(layer, principal)
+    found = [(box, told(box)) for box in everything]
+    return [box for box, held in found if held and (owner or held.get("principal") == principal)]
+
+
+@verb("box.list")
+def list_(call: Call, *, metadata: Object | None = None, state: str | None = None) -> Any:
+    """The boxes one holds (an owner: all that are held), newest first; those with this metadata, or in this state alone."""
+    found = [shown(call.layer, box) for box in boxes(call.layer, call.asking.principal)]
+    wanted = _texts("metadata", metadata).items()
+    found = [box for box in found if wanted <= box["metadata"].items() and state in (None, box["state"])]
+    return sorted(found, key=lambda box: box["started"], reverse=True)
+
+
+# What is done with it
+
+
+def _box(call: Call, box: str, held: bool = True) -> Any:
+    return Sandbox.connect(mine(call.layer, call.asking.principal, box, held)["id"])
+
+
+@verb("box.kill")
+def kill(call: Call, *, box: str) -> Any:
+    """End a box, with all its processes and files."""
+    found = _box(call, box, held=False)
+    found.kill()
+    return {"killed": found.id}
+
+
+@verb("box.pause")
+def pause(call: Call, *, box: str, memory: bool = True) -> Any:
+    """Let a box stand still until it is resumed: its memory stays, unless only its files shall."""
+    found = mine(call.layer, call.asking.principal, box)
+    if resting(found):
+        raise Conflict(f"box {box!r} is paused already", hint="box.resume")
+    return {"paused": found["id"], **Sandbox.connect(found["id"]).rest(memory)}
+
+
+@verb("box.resume")
+def resume(call: Call, *, box: str, timeout: float | None = None, memory: bool = True, shorten: bool = False) -> Any:
+    """Let a box go on, for at least so many seconds; without `memory` it starts anew with its files. One that runs gets the time."""
+    found = mine(call.layer, call.asking.principal, box)
+    sandbox, stood = Sandbox.connect(found["id"]), resting(found)
+    if stood and not memory:
+        sandbox.suspend(memory=False)
+    life = None if timeout is None else {"seconds": timeout, "shorten": shorten or stood}
+    if not stood:
+        return shown(call.layer, sandbox.change(life=life or {"shorten": False})) | {"resumed": False}
+    return shown(call.layer, sandbox.resume(life)) | {"resumed": True}
+
+
+@verb("box.timeout")
+def timeout(call: Call, *, box: str, seconds: float) -> Any:
+    """Let a box run for so many seconds from now."""
+    if not 0 <= seconds <= 10 * 365 * 86400:
+        raise Invalid(f"{seconds!r} is not a number of seconds that a box may have")
+    return shown(call.layer, _box(call, box).change(life={"seconds": seconds}))
+
+
+@verb("box.egress")
+def egress(call: Call, *, box: str, rules: Items | None = None) -> Any:
+    """Other rules for what a box reaches from now on, within what its blueprint allows; without any, the blueprint's."""
+    found = mine(call.layer, call.asking.principal, box)
+    row = find(call.layer, told(found)["blueprint"])
+    wanted = narrowed(row, rules)
+    values, bound, _ = vault.for_box(call.layer, {**row, "egress": list(wanted)}, call.asking.principal)
+    sandbox = Sandbox.connect(found["id"])
+    if set(values) - set(found["secrets"]):
+        sandbox.lend(dict(values))
+    sandbox.set_egress(bound)
+    return {"box": found["id"], "rules": list(wanted)}
+
+
+@verb("box.run", hidden=("environment", "stdin"))
+def run(
+    call: Call, *, box: str, command: Any, timeout: float | None = 300.0, cwd: str | None = None, environment: Object | None = None,
+    user: str | None = None, stdin: str | None = None,
+) -> Any:  # fmt: skip
+    """Run a command in a box, a text for its shell or a list, to its end; gives exit code and output. One that fails is a result."""
+    if not isinstance(command, str) and not (isinstance(command, list) and all(isinstance(one, str) for one in command)):  # fmt: skip
+        raise Invalid("a command is a text for the shell, or a list of texts")
+    done = _box(call, box, held=False).run(command, timeout=timeout, cwd=cwd, env=environment, user=user, stdin=stdin)
+    cut = max(len(done.stdout), len(done.stderr)) > SHOWN
+    return {
+        "exit_code": done.exit_code, "stdout": done.stdout[:SHOWN].decode("utf-8", "replace"),
+        "stderr": done.stderr[:SHOWN].decode("utf-8", "replace"), "seconds": round(done.duration, 6), "truncated": done.truncated or cut,
+    }  # fmt: skip
+
+
+@verb("box.read")
+def read(call: Call, *, box: str, path: str, encoding: str = "text", user: str | None = None) -> Any:
+    """A file of a box, as text or base64."""
+    data = _box(call, box, held=False).files.read(path, user=user, limit=READABLE)
+    if encoding not in ("text", "base64"):
+        raise Invalid(f"a file is read as text or base64, not {encoding!r:.60}")
+    content = base64.b64encode(data).decode() if encoding == "base64" else data.decode("utf-8", "replace")
+    return {"path": path, "bytes": len(data), "content": content}
+
+
+@verb("box.write", hidden=("content",))
+def write(
+    call: Call, *, box: str, path: str, content: str, encoding: str = "text", mode: int = 0o644, user: str | None = None
+) -> Any:
+    """Write a file of a box, its directories made; the content is text or base64."""
+    try:
+        data = base64.b64decode(content, validate=True) if encoding == "base64" else content.encode()
+    except ValueError:
+        raise Invalid("the content is not base64") from None
+    return {"path": path, "bytes": _box(call, box, held=False).files.write(path, data, mode=mode, user=user)}
+
+
+# What comes of it: snapshots and forks
+
+
+@verb("box.snapshot")
+def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = False) -> Any:
+    """Keep what a box holds, as a blueprint of that name (or of the snapshot's id) whose boxes begin there; memory where its tier can."""
+    layer, principal = call.layer, call.asking.principal
+    found = mine(layer, principal, box)
+    held = told(found)
+    row = dict(find(layer, held["blueprint"]))
+    taken = Sandbox.connect(found["id"]).snapshot(memory=memory and found["tier"] in VIRTUAL)
+    called = name or taken.id
+    entity = SYSTEM.by_name["blueprint"]
+    annotations = {
+        "snapshot": {"box": found["id"], "of": row["name"], "created": taken.created, "named": name is not None}
+    }
+    kept = {**row, "name": called, "snapshot": taken.id, "annotations": annotations, "description": f"box {found['id']}"}  # fmt: skip
+
+    def act(tx: Tx) -> None:
+        known = layer._catalog.rows(tx.session, entity, tx.chain, f"where x.{entity.by_name['name'].store} = ?", (called,))  # fmt: skip
+        if known and (known[0].get("snapshot") is None or taker(layer, known[0]["snapshot"]) != principal):
+            raise Conflict(f"a blueprint {called!r} exists already", hint="another name")
+        at = layer.engine.schema_prefix
+        if not tx.session.one(f"select 1 from {at}ledger_snapshot where id = ?", (taken.id,)):
+            moment = datetime_text(datetime.fromtimestamp(taken.created, UTC))
+            tx.fact("ledger_snapshot", taken.id, f"b{held['execution']}", taken.parent, moment)
+        values = {f.name: kept.get(f.name) for f in entity.fields}
+        tx.record(entity, tx._encoded(entity, values), known[0]["id"] if known else None)
+
+    try:
+        layer._ledger.write(call.execution, "main", act)
+    except BaseException:
+        if taken.id != found["snapshot"]:
+            run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": taken.id}))
+        raise
+    return {"snapshot": taken.id, "blueprint": called, "box": found["id"], "memory": taken.memory}
+
+
+@verb("box.forget")
+def forget(call: Call, *, snapshot: str) -> Any:
+    """Take a snapshot away, and the blueprint that it is; boxes that began there go on."""
+    layer, principal = call.layer, call.asking.principal
+    row = find(layer, snapshot)
+    if row.get("snapshot") is None or (taker(layer, row["snapshot"]) != principal and not _owner(layer, principal)):
+        raise NotFound(f"there is no snapshot {snapshot!r:.120}")
+    entity = SYSTEM.by_name["blueprint"]
+    layer._ledger.write(call.execution, "main", lambda tx: tx.erase(entity, row["id"]))
+    if not snapshots(layer, principal, of=row["snapshot"]):
+        try:
+            run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": row["snapshot"]}))
+        except NotFound:
+            pass
+    return {"forgotten": row["name"], "snapshot": row["snapshot"]}
+
+
+def snapshots(layer: Any, principal: int, of: str | None = None) -> list[dict[str, Any]]:
+    """The blueprints that are snapshots of boxes a principal may use, oldest first."""
+    entity, owner = SYSTEM.by_name["blueprint"], _owner(layer, principal)
+    with layer.engine.reading() as session:
+        catalog = layer._catalog
+        chain = catalog.chain(session, catalog.branch(session, "main"), None)
+        rows = catalog.rows(session, entity, chain, f"where x.{entity.by_name['snapshot'].store} is not null")
+    found = [dict(row) for row in rows if "snapshot" in (row["annotations"] or {}) and of in (None, row["snapshot"])]
+    return [row for row in sorted(found, key=lambda row: row["id"]) if owner or taker(layer, row["snapshot"]) == principal]  # fmt: skip
+
+
+@verb("box.fork", brief=False)
+def fork(call: Call, *, box: str, count: int = 1, timeout: float | None = None) -> Any:
+    """Boxes that begin where this one is, with its memory where its tier can; it goes on."""
+    layer, asking = call.layer, call.asking
+    if not 1 <= count <= 100:
+        raise Invalid(f"{count!r} forks are not between 1 and 100")
+    found = mine(layer, asking.principal, box)
+    held = told(found)
+    making = Making(layer, asking.principal, held["blueprint"])
+    parent, life = f"b{held['execution']}", found["life"]
+    life = {"seconds": life["seconds"] if timeout is None else timeout, "then": life["then"], "wakes": life["wakes"]}
+    layer._ledger.intend(call.execution)
+    forks = []
+    for _ in range(count):
+        opened = layer._ledger.open(asking.principal, None, "box", call.reason, call.execution.id, traceparent(asking.trace))  # fmt: skip
+        key = secrets.token_hex(8)
+        forks.append((making.execution(opened, "box.fork", f"held-{key}", key, {"box": found["id"], "timeout": timeout}), key))  # fmt: skip
+    executions = [execution for execution, _ in forks]
+    with layer._ledger.work() as work:
+        tx = work.tx(call.execution, bare=True)
+        for execution in executions:
+            contracts.record(tx, execution, parent)
+        tx.finish()
+    kept = {key: held[key] for key in ("metadata", "public", "annotations", "volumes") if key in held}
+    labels = [{**contracts.labels(layer.id, key), LABEL: making.label(execution, kept)} for execution, key in forks]
+    try:
+        children = run_blocking(blocking_client().call({
+            "do": "fork", "box": found["id"], "count": count, "session": blocking_client().session,
+            "names": [f"held-{key}" for _, key in forks], "labels": labels, "life": life,
+        }))  # fmt: skip
+        made(layer, executions, children, {}, parent=found["id"])
+    except BaseException as error:
+        failure = error if isinstance(error, LayerError) else LayerError(f"{type(error).__name__}: {error}")
+        for execution in executions:
+            if execution.open:
+                layer._ledger.conclude(execution, "failed", {"error": {"code": failure.code, "message": failure.message, "hint": failure.hint}})  # fmt: skip
+        raise
+    _kept(layer)
+    return [shown(layer, child) for child in children]
