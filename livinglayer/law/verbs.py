@@ -310,36 +310,38 @@ def _upsert(
     return call.layer.upsert(entity, values, on=on, **call.writing(cause, seen))
 
 
-@verb("row.apply", keyed=True)
-def _apply(call: Call, *, changes: Items, cause: str | None = None, seen: Items | None = None) -> Any:
-    """Many changes as one tx, all or nothing; gives what each of them does.
-
-    A change is {"insert": ENTITY, "values": …}, {"update": ENTITY, "id": …, "values": …}, {"delete": ENTITY, "id": …} or
-    {"upsert": ENTITY, "values": …, "on": […]}; update and delete take `expect`.
-    """
-    acts = [_change(number, change) for number, change in enumerate(changes)]
-    writing = call.writing(cause, seen)
-    whole = [None, writing["branch"], writing["reason"], cause, writing["key"], writing["seen"]]
-    return call.layer._whole(*whole, ("apply", changes), lambda tx: [act(tx) for act in acts])
+@verb("row.change", keyed=True)
+def _change(call: Call, *, changes: Items, cause: str | None = None, seen: Items | None = None) -> Any:
+    """Several changes as one tx, all or nothing: each does insert, update, upsert or delete; gives the ids of the rows."""
+    if not changes:
+        raise Invalid("there is no change in the list", hint=CHANGE)
+    return call.layer._whole(
+        None, call.branch, call.reason, cause, call.asking.key, seen or (), ("change", changes),
+        lambda tx: {"ids": [_changed(tx, place, change) for place, change in enumerate(changes, start=1)]},
+    )  # fmt: skip
 
 
-def _change(number: int, change: Any) -> Callable[[Tx], Any]:
-    takes = {"insert": {"values"}, "update": {"id", "values"}, "delete": {"id"}, "upsert": {"values", "on"}}
-    acts = [act for act in takes if isinstance(change, dict) and act in change]
-    if len(acts) != 1:
-        raise Invalid(f"change {number} is not one of {', '.join(takes)}", hint='{"insert": "item", "values": {…}}')
-    (act,) = acts
-    needs, may = takes[act], {"expect"} if act in ("update", "delete") else set()
-    given = {key: value for key, value in change.items() if key != act}
-    if needs - set(given) or set(given) - needs - may:
-        raise Invalid(f"change {number}: {act} takes {', '.join(sorted(needs | may))}, not {', '.join(sorted(given))}")
-    entity = change[act]
-    for name, value, kind in (("values", given.get("values", {}), dict), ("on", given.get("on", []), list), (act, entity, str)):  # fmt: skip
-        if not isinstance(value, kind):
-            raise Invalid(f"change {number}: {name} is no {kind.__name__}: {value!r:.60}")
-    if "id" in given:
-        given["number"] = given.pop("id")
-    return lambda tx: getattr(tx, act)(entity, **given)
+CHANGE = '{"do": "insert", "entity": "item", "values": {…}}'
+CHANGES = {
+    "insert": ("entity", "values"), "update": ("entity", "id", "values", "expect"), "upsert": ("entity", "values", "on"),
+    "delete": ("entity", "id", "expect"),
+}  # fmt: skip
+
+
+def _changed(tx: Tx, place: int, change: Any) -> Any:
+    """Do one of several changes: the id of its row."""
+    do = change.get("do") if isinstance(change, Mapping) else None
+    if not isinstance(do, str) or do not in CHANGES:
+        raise Invalid(f"change {place} is no change: {change!r:.120}", hint=CHANGE)
+    given = {key: value for key, value in change.items() if key != "do"}
+    takes = CHANGES[do]
+    if wrong := [*sorted(set(given) - set(takes)), *(key for key in takes if key != "expect" and key not in given)]:
+        raise Invalid(f"change {place}: {do} takes {', '.join(takes)}; {wrong[0]!r:.120} is wrong or missing")
+    kinds = {"values": Mapping, "on": list, "entity": str}
+    if wrong := [key for key, kind in kinds.items() if key in given and not isinstance(given[key], kind)]:
+        raise Invalid(f"change {place}: {wrong[0]} can't be {given[wrong[0]]!r:.120}", hint=CHANGE)
+    done = getattr(tx, do)(*(given.get(key) for key in takes))
+    return given.get("id", done)
 
 
 @verb("entity.define")
