@@ -1,6 +1,7 @@
 """The host's side of the egress gateway: networks taken ahead, rules opened and changed, requests heard of; restarted when it dies."""
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Invalid, LimitExceeded, Unavailable
+from ..errors import Denied, Invalid, LayerError, LimitExceeded, Unavailable
 from .exchanges import directory
 
 MESSAGE = 65536
@@ -75,6 +76,7 @@ class Gateway:
         self._open: dict[str, tuple[Network, dict[str, Any]]] = {}
         self._closing = False
         self.on_event: Callable[[Event], None] = lambda event: None
+        self.on_bridge: Callable[[Event], None] = lambda event: None
         self._start()
 
     def _start(self) -> None:
@@ -118,7 +120,9 @@ class Gateway:
             if not data:
                 return self._died()
             message = json.loads(data)
-            if "event" in message:
+            if message.get("event") == "bridge":
+                self.on_bridge(message)
+            elif "event" in message:
                 self.on_event(message)
             elif answer := self._answers.pop(message.get("tag", 0), None):
                 if answer.done():
@@ -271,6 +275,15 @@ class Gateway:
             network.used = True
             await self._request(message | {"rules": list(rules)}, [network.tcp, network.dns])
         message["rules"] = list(rules)
+
+    def bridged(self, event: Event, to: socket.socket | None, problem: LayerError | None = None) -> None:
+        """Answer what it asked for by `on_bridge`: a socket, which is its own from now on, or why there is none."""
+        said = {} if problem is None else {"denied": isinstance(problem, Denied), "message": problem.message}
+        answer = {"do": "bridged", "bridge": event["bridge"], **said}
+        with contextlib.suppress(OSError):  # it has died: so has who asked
+            socket.send_fds(self._socket, [json.dumps(answer).encode()], [] if to is None else [to.fileno()])
+        if to is not None:
+            to.close()
 
     def forget(self, box: str) -> None:
         """The box has ended."""

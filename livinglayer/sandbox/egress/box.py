@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from livinglayer.errors import Denied, LimitExceeded
-from livinglayer.sandbox.egress import names, rules
+from livinglayer.errors import Denied, LimitExceeded, TimedOut, Unavailable
+from livinglayer.sandbox.egress import dial, names, rules
 from livinglayer.sandbox.egress.dns import Book
 from livinglayer.sandbox.egress.exchanges import Exchanges, Kept
 from livinglayer.sandbox.egress.limits import Limits
@@ -17,6 +18,7 @@ from livinglayer.sandbox.egress.record import Recorder, Replay
 from livinglayer.sandbox.egress.rules import Ask, Rule
 from livinglayer.sandbox.egress.secrets import Secrets, Used
 
+Bridge = Callable[[str, Rule, int], Awaitable[socket.socket]]
 Tell = Callable[[dict[str, Any], Callable[[], None]], Awaitable[None]]
 
 
@@ -34,8 +36,9 @@ class Box:
         replay: str | None = None,
         used: Mapping[str, int] | None = None,
         exchanges: str | None = None,
+        bridge: Bridge | None = None,
     ) -> None:
-        self.id, self.limits, self._tell = ident, limits, tell
+        self.id, self.limits, self._tell, self._bridge = ident, limits, tell, bridge
         self.rules = rules.parse(given)
         self.secrets = Secrets(secrets)
         self.book = Book(limits.names)
@@ -44,7 +47,7 @@ class Box:
         self.generation = 0  # of the rules; what was dialed under older ones is not used again
         self.open: set[Passage] = set()
         self.idle: set[Callable[[], None]] = set()  # what ends connections to servers that no request is on
-        self._buckets: dict[Rule, rules.Bucket] = {}
+        self._buckets: dict[tuple[str, tuple[int, int]], rules.Bucket] = {}
         self._untold = asyncio.Semaphore(limits.pending_events)
         self.replay = Replay(Path(replay)) if replay else None
         self.recorder = Recorder(Path(record)) if record else None
@@ -53,14 +56,16 @@ class Box:
 
     def _name_hosts(self) -> None:
         for rule in self.rules:
-            if not rule.host.startswith("*") and not names.is_address(rule.host):
+            self.secrets.also(rule.headers)
+            if not rule.host.startswith("*") and "/" not in rule.host and not names.is_address(rule.host):
                 self.book.address(rule.host)
 
     def change(self, given: list[object]) -> None:
         """New rules: what is open and no longer allowed ends at once, what a rule has spent stays spent."""
         self.rules = rules.parse(given)
         self.generation += 1
-        self._buckets = {rule: bucket for rule, bucket in self._buckets.items() if rule in self.rules}
+        kept = {(rule.account, rule.rate) for rule in self.rules}
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if key in kept}
         self._name_hosts()
         for end in self.idle:
             end()
@@ -82,13 +87,24 @@ class Box:
             raise Denied(f"no egress rule allows {ask}")
         if rule.action == "deny":
             raise Denied(f"egress rule {rule.text} denies {ask}", rule=rule)
-        if rule.bytes is not None and self.spent.get(rule.text, 0) >= rule.bytes:
+        if rule.bytes is not None and self.spent.get(rule.account, 0) >= rule.bytes:
             raise Denied(f"the {rule.bytes} bytes of egress rule {rule.text} are spent: {ask}", rule=rule)
         if rule.rate is not None:
-            bucket = self._buckets.setdefault(rule, rules.Bucket(rule.rate, time.monotonic()))
+            bucket = self._buckets.setdefault((rule.account, rule.rate), rules.Bucket(rule.rate, time.monotonic()))
             if wait := bucket.take(time.monotonic()):
                 raise LimitExceeded(f"the rate of egress rule {rule.text} is reached: {ask}", rule=rule, wait=wait)
         return rule
+
+    async def connect(self, host: str, port: int, rule: Rule) -> socket.socket:
+        """A connected socket to where a rule allows: dialed, or a port of another box, which the host opens."""
+        if rule.box is None:
+            return await dial.connect(host, port, rule, self.limits.connect_seconds)
+        if self._bridge is None:
+            raise Unavailable(f"{host} can't be reached from here")
+        try:
+            return await asyncio.wait_for(self._bridge(self.id, rule, port), self.limits.wake_seconds)
+        except TimeoutError:
+            raise TimedOut(f"{host}:{port} did not answer in {self.limits.wake_seconds:g} s") from None
 
     async def tell(self, event: dict[str, Any], kept: Kept | None = None) -> None:
         """An event for the host. Waits while the host has many of this box to take: a flood slows its sender, none is lost."""
@@ -149,12 +165,12 @@ class Passage:
     def _spend(self, count: int) -> None:
         rule = self.rule
         if rule is not None and rule.bytes is not None:
-            spent = self.box.spent.get(rule.text, 0) + count
+            spent = self.box.spent.get(rule.account, 0) + count
             if spent > rule.bytes:
-                self.box.spent[rule.text] = rule.bytes
+                self.box.spent[rule.account] = rule.bytes
                 self.reason = f"the {rule.bytes} bytes of egress rule {rule.text} are spent"
                 raise Denied(self.reason)
-            self.box.spent[rule.text] = spent
+            self.box.spent[rule.account] = spent
 
     async def end(self) -> None:
         """Tell the host, once."""
@@ -180,4 +196,6 @@ class Passage:
             "secrets": sorted(self.used.swapped),
             "placeholders": sorted(self.used.kept),
         }  # fmt: skip
+        if self.rule is not None and self.rule.box is not None:
+            event["to"] = self.rule.at or self.rule.box
         await self.box.tell(event if self.model is None else event | {"model": self.model}, self.kept)

@@ -14,7 +14,6 @@ from livinglayer.errors import Denied, Invalid, LayerError
 from livinglayer.sandbox.egress import dns, h1, h2, names, rules, tls
 from livinglayer.sandbox.egress.box import Box, Passage
 from livinglayer.sandbox.egress.complaint import complain
-from livinglayer.sandbox.egress.dial import connect
 from livinglayer.sandbox.egress.http import Gone, Site
 from livinglayer.sandbox.egress.rules import Ask, Rule
 from livinglayer.sandbox.egress.streams import Streams, accepted, cut, dialed, peek, reset, tunnel
@@ -171,9 +170,7 @@ class Connection:
             if box.replay is not None:
                 raise Denied(f"{ask} is not HTTP, so it can't be replayed")
             rule = passage.allow(lambda: _cancel(task))
-            server = await dialed(
-                await connect(ask.host, ask.port, rule, box.limits.connect_seconds), None, ask.host, 0
-            )
+            server = await dialed(await box.connect(ask.host, ask.port, rule), None, ask.host, 0)
 
             def sent(data: bytes) -> bytes:
                 passage.sent(len(data))

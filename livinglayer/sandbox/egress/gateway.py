@@ -13,12 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from livinglayer.errors import Conflict, Invalid, LayerError, NotFound
+from livinglayer.errors import Conflict, Denied, Invalid, LayerError, NotFound, Unavailable
 from livinglayer.sandbox.egress.box import Box
 from livinglayer.sandbox.egress.complaint import complain
 from livinglayer.sandbox.egress.connection import Connection, resolve
 from livinglayer.sandbox.egress.limits import Limits
 from livinglayer.sandbox.egress.netns import Pool
+from livinglayer.sandbox.egress.rules import Rule
 from livinglayer.sandbox.egress.tls import Authority
 
 MESSAGE = 262144
@@ -87,6 +88,8 @@ class Gateway:
         self.authority = Authority(state / "egress")
         self.pool = Pool(limits.pool)
         self.boxes: dict[str, Listening] = {}
+        self._bridges: dict[int, asyncio.Future[socket.socket]] = {}
+        self._bridged = 0
         self._outgoing: deque[tuple[bytes, list[int], Callable[[], None]]] = deque()
         self._more = asyncio.Event()
 
@@ -169,6 +172,17 @@ class Gateway:
     async def _tell(self, event: dict[str, Any], done: Callable[[], None]) -> None:
         self._send(event, None, done)
 
+    async def _bridge(self, box: str, rule: Rule, port: int) -> socket.socket:
+        """A connection to a port of another box, by the host, which decides whose it is and wakes it."""
+        self._bridged += 1
+        number, opened = self._bridged, asyncio.get_running_loop().create_future()
+        self._bridges[number] = opened
+        self._send({"event": "bridge", "bridge": number, "box": box, "to": rule.box, "at": rule.at, "port": port})
+        try:
+            return await opened
+        finally:
+            del self._bridges[number]
+
     # ── what the host asks for ──
 
     async def _handle(self, data: bytes, fds: list[int]) -> None:
@@ -176,9 +190,10 @@ class Gateway:
         try:
             message = json.loads(data)
             tag = message.get("tag")
-            do = {"network": self._network, "open": self._open, "rules": self._rules, "close": self._close}.get(
-                message.get("do")
-            )
+            do = {
+                "network": self._network, "open": self._open, "rules": self._rules, "close": self._close,
+                "bridged": self._bridged_to,
+            }.get(message.get("do"))  # fmt: skip
             if do is None:
                 raise Invalid(f"the gateway can't do {message.get('do')!r}", hint="network, open, rules or close")
             await do(message, fds)
@@ -220,6 +235,7 @@ class Gateway:
             message.get("replay"),
             message.get("used"),
             message.get("exchanges"),
+            self._bridge,
         )
         tcp, dns = fds
         fds.clear()
@@ -231,6 +247,18 @@ class Gateway:
         if ident not in self.boxes:
             raise NotFound(f"box {ident!r} is not open")
         return self.boxes[ident]
+
+    async def _bridged_to(self, message: dict[str, Any], fds: list[int]) -> None:
+        """The host's answer to a bridge that was asked for, and is perhaps not wanted any more."""
+        opened = self._bridges.get(message["bridge"])
+        if opened is None or opened.done():
+            return
+        if fds:
+            connected = socket.socket(fileno=fds.pop())
+            connected.setblocking(False)
+            opened.set_result(connected)
+        else:
+            opened.set_exception((Denied if message["denied"] else Unavailable)(message["message"]))
 
     async def _rules(self, message: dict[str, Any], fds: list[int]) -> None:
         self._box(message).box.change(message["rules"])

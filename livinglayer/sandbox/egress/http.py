@@ -19,7 +19,6 @@ from livinglayer.errors import Denied, Invalid, LayerError, LimitExceeded, NotFo
 from livinglayer.sandbox.egress import models, names, rules, secrets, tls
 from livinglayer.sandbox.egress.box import Box, Passage
 from livinglayer.sandbox.egress.complaint import complain
-from livinglayer.sandbox.egress.dial import connect
 from livinglayer.sandbox.egress.record import Headers, Key
 from livinglayer.sandbox.egress.rules import Ask, Rule
 from livinglayer.sandbox.egress.streams import CHUNK, Streams, dialed, tunnel
@@ -157,7 +156,7 @@ class Site:
                 self._freed.clear()
                 await self._freed.wait()
             limits = self.box.limits
-            sock = await connect(host, self.port, rule, limits.connect_seconds)
+            sock = await self.box.connect(host, self.port, rule)
             context = None
             if self.scheme == "https":
                 context = self.contexts.get(multiplexed)
@@ -382,7 +381,7 @@ class Exchange:
         said = dict(request.headers)
         dropped = {one.strip().lower() for one in said.get(b"connection", b"").split(b",")} - _FRAMING
         kept = [(name, value) for name, value in request.headers if name not in _OWN and name not in dropped]
-        guarded = known and rule.secrets
+        guarded = known and (rule.secrets or rule.headers)
         if guarded or rule.model is not None:
             # The response must be readable and whole, or a value could come back in a form that is not seen, or tokens uncounted.
             kept = [
@@ -393,6 +392,10 @@ class Exchange:
             kept.append((b"accept-encoding", b"identity"))
         allowed = {place: rule.secrets if place in rule.swap else frozenset[str]() for place in rules.PLACES}
         headers = [(name, known.swap_header(name, value, allowed["header"], used)) for name, value in kept]
+        if rule.headers:
+            set_here = {name.encode(): value.encode() for name, value in rule.headers}
+            headers = [(name, value) for name, value in headers if name not in set_here]
+            headers += [(name, known.swap_header(name, value, rule.secrets, used)) for name, value in set_here.items()]
         known.swap(request.target.partition(b"?")[0], (), secrets.plain, used)  # notes what stays in a path
         query = known.swap(query, allowed["query"], secrets.in_query, used)
         if request.length == 0:
@@ -434,7 +437,7 @@ class Exchange:
         length = dict(response.headers).get(b"content-length")
         no_body = self.request.method == "HEAD" or response.status in (204, 304)
         decode: Callable[[bytes], Iterator[bytes]] | None = None
-        if ((known and rule.secrets) or rule.model is not None) and not no_body:
+        if ((known and (rule.secrets or rule.headers)) or rule.model is not None) and not no_body:
             coding = dict(headers).get(b"content-encoding", b"identity").lower()
             if coding != b"identity":
                 decode = _decoder(coding)

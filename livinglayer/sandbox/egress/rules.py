@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -18,7 +19,7 @@ Protocol = Literal["http", "https", "tcp"]
 PLACES = ("header", "query", "body")
 DEFAULT_PORT = {"http": 80, "https": 443}
 KEYS = frozenset(
-    "host port method path bytes rate protocol secrets swap private resolve action tls model".split(),
+    "host port method path bytes rate protocol secrets swap private resolve action tls model box at headers without shares".split(),
 )
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
 _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)\Z")
@@ -26,6 +27,15 @@ _RATE = re.compile(r"([1-9][0-9]{0,8})/(s|m|h)\Z")
 _SECRET = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _CONTROL = re.compile(r"%(?:[01][0-9a-fA-F]|7[fF])")
 _DOT = re.compile(r"%2[eE]")
+ANY = frozenset(range(1, 65536)) - {53}  # every port but that of DNS, which is the gateway's own
+# Headers that belong to one connection, or say how a body is framed: nobody writes those for a box.
+_NEVER = frozenset(
+    "host connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade "
+    "content-length expect http2-settings".split()
+)
+BOXES = ".box.internal"  # where boxes are for each other: `.internal` is nobody's out there, as `.box` is somebody's
+_BOX = re.compile(r"(?:([a-z0-9](?:[a-z0-9-]{0,40}[a-z0-9])?)/)?([a-z](?:[a-z0-9-]{0,39}[a-z0-9])?)\Z")
+_BOX_KEYS = frozenset("box at port protocol method path bytes rate action".split())
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Rule:
     """One line of a box's egress; `text` is how it was written and how events name it."""
 
     text: str
-    host: str  # a name, an IPv4 address, "*" or "*.suffix"
+    host: str  # a name, an IPv4 address or network, "*" or "*.suffix"
     action: Literal["allow", "deny"] = "allow"
     protocols: frozenset[str] = frozenset({"http", "https"})
     ports: frozenset[int] | None = None  # None: the protocol's own; of a deny rule: all
@@ -49,6 +59,18 @@ class Rule:
     model: Literal["anthropic", "openai"] | None = (
         None  # the API spoken there: its exchanges are kept, its tokens counted
     )
+    box: str | None = None  # another box, by its name: `host` is its name as boxes say it
+    at: str | None = None  # and the id that its name stands for, where somebody has decided that
+    headers: tuple[tuple[str, str], ...] = field(
+        default=(), repr=False
+    )  # set in every request, in place of the box's own
+    shares: str | None = None  # the text of another rule whose bytes and rate it spends from
+    without: tuple[ipaddress.IPv4Network, ...] = ()  # addresses that are not dialed, whatever name leads there
+
+    @property
+    def account(self) -> str:
+        """What its bytes and its rate are counted under."""
+        return self.shares or self.text
 
     @property
     def whole(self) -> bool:
@@ -57,7 +79,9 @@ class Rule:
 
     def dials_like(self, other: Rule) -> bool:
         """A connection made under the other rule could have been made under this one."""
-        return (self.private, self.resolve, self.tls) == (other.private, other.resolve, other.tls)
+        ours, theirs = (self.private, self.resolve, self.tls), (other.private, other.resolve, other.tls)
+        ours += (self.box, self.at, self.headers, self.without)  # type: ignore[assignment]
+        return ours == theirs + (other.box, other.at, other.headers, other.without)
 
 
 @dataclass(frozen=True)
@@ -90,10 +114,20 @@ def parse_one(rule: object) -> Rule:
         if isinstance(rule, str):
             return _from_mapping(rule, _from_string(rule))
         if isinstance(rule, Mapping):
-            return _from_mapping(json.dumps(dict(rule), separators=(",", ":"), default=str), dict(rule))
+            return _from_mapping(json.dumps(shown(rule), separators=(",", ":"), default=str), dict(rule))
     except Invalid as error:
-        raise Invalid(f"egress rule {rule!r}: {error.message}", hint=error.hint) from None
+        seen = shown(rule) if isinstance(rule, Mapping) else rule
+        raise Invalid(f"egress rule {seen!r}: {error.message}", hint=error.hint) from None
     raise Invalid(f"egress rule {rule!r} is neither text nor a mapping", hint='"pypi.test" or {"host": "pypi.test"}')
+
+
+def shown(rule: Any) -> Any:
+    """A rule as people may see it: of headers their names only."""
+    if not isinstance(rule, Mapping):
+        return rule
+    headers = rule.get("headers")
+    named = dict.fromkeys(map(str, headers), "…") if isinstance(headers, Mapping) else "…"
+    return {**rule, "headers": named} if headers is not None else dict(rule)
 
 
 def spelled(rule: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -126,6 +160,10 @@ def _from_string(text: str) -> dict[str, Any]:
 def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
     if unknown := set(given) - KEYS:
         raise Invalid(f"unknown key {sorted(map(str, unknown))[0]!r}", hint=f"known: {', '.join(sorted(KEYS))}")
+    if "box" in given or "at" in given:
+        given = _towards_box(given)
+    elif isinstance(given.get("host"), str) and given["host"].lower().rstrip(".").endswith(BOXES):
+        raise Invalid(f"{given['host']!r} is a box", hint='{"box": "db", "port": 8080}')
     action = given.get("action", "allow")
     if action not in ("allow", "deny"):
         raise Invalid(f"action {action!r}", hint="allow or deny")
@@ -165,6 +203,9 @@ def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
         raise Invalid("a model's answers need HTTP the gateway can read", hint='drop "tls": "pass"')
     if not isinstance(given.get("private", False), bool):
         raise Invalid(f"private {given['private']!r}", hint="true or false")
+    headers = _headers(given.get("headers"))
+    if headers and (tls == "pass" or not protocols & {"http", "https"} or action == "deny"):
+        raise Invalid("headers are set in HTTP that the gateway can read", hint='drop "tls": "pass", tcp or deny')
     return Rule(
         text=text,
         host=_pattern(given.get("host")),
@@ -181,7 +222,28 @@ def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
         resolve=_resolve(given.get("resolve")),
         tls=tls,
         model=models.check(model),
+        box=given.get("box"),
+        at=given.get("at"),
+        headers=headers,
+        without=_networks(given.get("without")),
+        shares=_shares(given.get("shares")),
     )
+
+
+def _towards_box(given: dict[str, Any]) -> dict[str, Any]:
+    """A rule for a port of another box, with the host it is at."""
+    if odd := set(given) - _BOX_KEYS:
+        raise Invalid(f"{sorted(odd)[0]!r} is not for a box", hint=f"of a box: {', '.join(sorted(_BOX_KEYS - {'at'}))}")
+    name, at = given.get("box"), given.get("at")
+    if not isinstance(name, str) or not (found := _BOX.match(name)) or not (at is None or isinstance(at, str)):
+        raise Invalid(f"box {name!r}", hint="the name of a box, or PRINCIPAL/NAME; lower-case letters, digits, hyphens")
+    deny = given.get("action") == "deny"
+    if given.get("protocol") not in (None, "http", "tcp"):
+        raise Invalid(f"protocol {given['protocol']!r} of a box", hint="http, which WebSocket is too, or tcp")
+    if given.get("port") is None and not deny:
+        raise Invalid("a box needs a port", hint='{"box": "db", "port": 5432, "protocol": "tcp"}')
+    protocol = {} if deny else {"protocol": given.get("protocol") or "http"}
+    return given | protocol | {"host": ".".join(filter(None, (found[2], found[1]))) + BOXES}
 
 
 def _pattern(given: object) -> str:
@@ -194,16 +256,59 @@ def _pattern(given: object) -> str:
         if names.is_address(suffix):
             raise Invalid(f"{given!r} is a pattern of an address", hint="name each address")
         return "*." + suffix
-    return names.host(given)
+    return str(network(given)) if "/" in given else names.host(given)
+
+
+def network(given: object) -> ipaddress.IPv4Network:
+    """Addresses as 10.0.0.0/8, or one of them, in plain decimal."""
+    try:
+        if isinstance(given, str) and given.isascii():
+            return ipaddress.IPv4Network(given)
+    except ValueError:
+        pass
+    raise Invalid(
+        f"{given!r} is not an IPv4 address or network", hint="as 10.0.0.7, or 10.0.0.0/8 with no bits set after it"
+    )
+
+
+def _networks(given: object) -> tuple[ipaddress.IPv4Network, ...]:
+    return tuple(ipaddress.collapse_addresses(map(network, _strings("without", given) or ())))
+
+
+def _shares(given: object) -> str | None:
+    if given is None or (isinstance(given, str) and 0 < len(given) <= 65536):
+        return given
+    raise Invalid(f"shares {given!r:.100}", hint="the text of the rule whose bytes and rate it spends from")
+
+
+def _headers(given: object) -> tuple[tuple[str, str], ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping):
+        raise Invalid("headers are texts by name", hint='{"authorization": "Bearer …"}')
+    found = {}
+    for name, value in given.items():
+        if not isinstance(name, str) or not _TOKEN.match(name) or name.lower() in _NEVER or len(name) > 256:
+            raise Invalid(
+                f"header {name!r:.120} can't be set", hint="not one of the connection or of the body's framing"
+            )
+        if not isinstance(value, str) or len(value) > 8192 or not value.replace("\t", " ").isprintable():
+            raise Invalid(f"the value of header {name!r} is no text that a header can carry")  # it is not shown
+        if name.lower() in found:
+            raise Invalid(f"header {name!r} is there twice")
+        found[name.lower()] = value.strip(" \t")
+    return tuple(found.items())
 
 
 def _ports(given: object) -> frozenset[int] | None:
     if given is None:
         return None
+    if given == "*":
+        return ANY
     ports = given if isinstance(given, list | tuple) else [given]
     for port in ports:
         if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
-            raise Invalid(f"port {port!r}", hint="a number from 1 to 65535, or a list of them")
+            raise Invalid(f"port {port!r}", hint="a number from 1 to 65535, a list of them, or * for all")
     if not ports:
         raise Invalid("an empty list of ports", hint="leave it out for the protocol's own")
     return frozenset(ports)
@@ -275,7 +380,14 @@ def host_matches(pattern: str, host: str) -> bool:
         return True
     if pattern.startswith("*."):
         return host.endswith(pattern[1:]) and not names.is_address(host)
+    if "/" in pattern:
+        return names.is_address(host) and ipaddress.IPv4Address(host) in ipaddress.IPv4Network(pattern)
     return host == pattern
+
+
+def _names(rule: Rule, host: str) -> bool:
+    """Whether a rule speaks of a host. No pattern and no name lets a box reach another: only a rule for boxes does."""
+    return host_matches(rule.host, host) and (rule.box is not None or rule.action == "deny" or not host.endswith(BOXES))
 
 
 def readings(path: str) -> tuple[str, str, str]:
@@ -335,7 +447,7 @@ def glob(pattern: str, text: str) -> bool:
 
 
 def _reaches(rule: Rule, host: str, port: int, protocol: str | None = None) -> bool:
-    if not host_matches(rule.host, host) or (protocol is not None and protocol not in rule.protocols):
+    if not _names(rule, host) or (protocol is not None and protocol not in rule.protocols):
         return False
     if rule.ports is not None:
         return port in rule.ports
@@ -374,7 +486,7 @@ def first_at(rules: Sequence[Rule], host: str, port: int) -> Rule | None:
 def names_allowed(rules: Sequence[Rule], host: str) -> bool:
     """Whether some rule could allow something at this host: whether the box may have an address for it."""
     for rule in rules:
-        if host_matches(rule.host, host):
+        if _names(rule, host):
             if rule.action == "allow":
                 return True
             if rule.whole:
