@@ -15,10 +15,10 @@ setup:  ## install what is missing (Debian packages, .venv/); quick when nothing
 test check torture: NEEDS := test
 bench: NEEDS := test bench
 
-up: setup  ## a layer in demo/ with a help desk in it, and a worker; says what to do next
+up: setup  ## a layer in demo/ with a help desk in it, and a server; says what to do next
 	@$(PYTHON) tools/up.py demo
 
-down:  ## stop the worker that `make up` has started
+down:  ## stop the server that `make up` has started
 	@$(PYTHON) tools/up.py down demo
 
 test: setup  ## run every test on both engines; ARGS="-k fork" narrows it
@@ -45,5 +45,5 @@ bench: setup  ## measure both engines against a plain table and DoltLite, then b
 torture: setup  ## kill -9, concurrency and fuzzing campaigns; takes minutes to hours
 	@$(PYTHON) -m pytest -m torture $(ARGS)
 
-clean: $(if $(wildcard demo/worker.pid),down)  ## remove .venv/, caches and the demo
+clean: $(if $(wildcard demo/server.pid),down)  ## remove .venv/, caches and the demo
 	@rm -rf .venv .setup.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info demo

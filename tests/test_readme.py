@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ def test_make_up_leaves_a_help_desk_that_is_looked_after(
         assert up["main"](home) == 0
         first = capsys.readouterr().out
         assert "Made a layer in desk; applied helpdesk: " in first and "The worker has triaged every ticket" in first
-        worker = up["worker_of"](home)
-        assert worker is not None and f"Worker {worker} looks after it" in first
+        server = up["server_of"](home)
+        assert server is not None and f"Server {server} is at http://127.0.0.1:" in first
+        page = urllib.request.urlopen(re.search(r"In a browser: (\S+)", first)[1], timeout=30)  # type: ignore[index]
+        assert b"Sign in on this browser?" in page.read()
         with livinglayer.open(home) as layer:  # and it goes on doing so
             cara = layer.query("select id from customer where email = 'cara@example.com'")[0]["id"]
             rows = layer.query("select id from ticket")
@@ -85,13 +88,13 @@ def test_make_up_leaves_a_help_desk_that_is_looked_after(
             made = layer.insert("ticket", {"title": "The app is slow", "customer": cara}, principal="cara")
             state = lambda: layer.query("select status from ticket where id = :id", {"id": made})[0]["status"]  # noqa: E731
             wait_until(lambda: state() == "triaged", "triage of a new ticket")
-        assert up["main"](home) == 0  # again: nothing is changed, and there is still one worker
+        assert up["main"](home) == 0  # again: nothing is changed, and there is still one server
         again = capsys.readouterr().out
         assert "There was already a layer in desk; applied helpdesk: nothing had to be changed." in again
-        assert up["worker_of"](home) == worker
+        assert up["server_of"](home) == server
     finally:
-        up["stop_worker"](home)
-    assert up["worker_of"](home) is None
+        up["stop_server"](home)
+    assert up["server_of"](home) is None
 
 
 @pytest.mark.parametrize("page", [README, UP.read_text()], ids=["README.md", "up.py"])

@@ -1,8 +1,10 @@
-"""`make up`: a layer in demo/ with the helpdesk in it, and a worker that looks after it. Run again it changes nothing."""
+"""`make up`: a layer in demo/ with the helpdesk in it, and a server that looks after it. Run again it changes nothing."""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,12 +14,16 @@ import livinglayer
 from livinglayer.bundle.apply import apply
 from livinglayer.bundle.load import load
 from livinglayer.edges.cli.table import counted
-from livinglayer.errors import LayerError
+from livinglayer.edges.http.home import link as sign_in_link
+from livinglayer.errors import LayerError, Unavailable
 
 BUNDLE = Path(__file__).parent.parent / "bundles" / "helpdesk"
 LAYER = Path(sys.executable).with_name("layer")
 NEXT = """
-  {home} is a layer: an embedded database in {home}/.layer, with a help desk in it. {worker}
+  {home} is a layer: an embedded database in {home}/.layer, with a help desk in it. {server}
+
+  In a browser: {link}
+  (it signs you in, once; `layer login` prints another; the page says how other clients connect)
 
   Try:
     . .venv/bin/activate && cd {home}
@@ -38,39 +44,63 @@ NEXT = """
     layer contract show triage-agent                 what an agent may see, do and spend
     layer agent run triage-agent --task 'Triage what is new' --as triage-bot     (needs: layer secret set ANTHROPIC_API_KEY)
     layer doctor                                     which tiers of box work here
+    eval "$(layer env --e2b)"                        E2B's clients make boxes here; `layer mcp` is for agents' tools
 
-  Stop the worker with `make down`. Coming in later releases: the server with its pages and API.
+  Stop the server with `make down`; boxes and data stay. Coming in later releases: apps' own pages.
 """
 
 
-def worker_of(home: Path) -> int | None:
-    """The worker that `make up` has started, if it still runs."""
+PORT = 7700
+
+
+def server_of(home: Path) -> int | None:
+    """The server that `make up` has started, if it still runs."""
     try:
-        number = int((home / "worker.pid").read_text())
-        return number if b"worker" in Path(f"/proc/{number}/cmdline").read_bytes() else None
+        number = int((home / "server.pid").read_text())
+        return number if b"--dir" in Path(f"/proc/{number}/cmdline").read_bytes() else None
     except (OSError, ValueError):
         return None
 
 
-def start_worker(home: Path) -> int:
-    with open(home / "worker.log", "ab") as log:
+def start_server(home: Path) -> int:
+    """Start `layer up` and wait until it answers."""
+    more = [] if os.geteuid() == 0 else ["--no-worker"]  # whose boxes need root
+    with open(home / "server.log", "ab") as log:
         made = subprocess.Popen(
-            [LAYER, "worker", "--dir", home], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    (home / "worker.pid").write_text(f"{made.pid}\n")
+            [LAYER, "up", "--json", "--dir", home, "--port", str(free_port()), *more],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    assert made.stdout is not None
+    line = made.stdout.readline()
+    if not line:
+        raise Unavailable(f"the server did not start: see {home}/server.log")
+    (home / "server.json").write_bytes(line)
+    (home / "server.pid").write_text(f"{made.pid}\n")
     return made.pid
 
 
-def stop_worker(home: Path) -> None:
-    number = worker_of(home)
+def free_port() -> int:
+    """The usual port, or any when somebody has it."""
+    with socket.socket() as attempt:
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            attempt.bind(("127.0.0.1", PORT))
+            return PORT
+        except OSError:
+            return 0
+
+
+def stop_server(home: Path) -> None:
+    number = server_of(home)
     if number is not None:
         os.kill(number, 15)
         for _ in range(150):
-            if worker_of(home) is None:
+            if server_of(home) is None:
                 break
             time.sleep(0.1)
-    (home / "worker.pid").unlink(missing_ok=True)
-    print("No worker runs." if number is None else f"Stopped worker {number}.")
+    for name in ("server.pid", "server.json"):
+        (home / name).unlink(missing_ok=True)
+    print("No server runs." if number is None else f"Stopped server {number}.")
 
 
 def main(home: Path) -> int:
@@ -84,20 +114,27 @@ def main(home: Path) -> int:
                 else f"{counted(len(found.changes), 'change')} in one transaction"
             )
             print(f"{'There was already' if existed else 'Made'} a layer in {home}; applied {BUNDLE.name}: {done}.")
-            worker = "Boxes above tier process need root: sudo make up runs the worker."
+            number = server_of(home) or start_server(home)
+            url = json.loads((home / "server.json").read_text())["url"]
+            server = f"Server {number} is at {url}; its log is {home}/server.log."
             if os.geteuid() == 0:
-                number = worker_of(home) or start_worker(home)
-                worker = f"Worker {number} looks after it; its log is {home}/worker.log."
                 _until_quiet(layer)
+            else:
+                server += " Boxes above tier process need root: sudo make up."
             [cara] = layer.query("select id from customer where email = 'cara@example.com'")
             [ticket] = layer.query("select min(id) as id from ticket")
+            link = sign_in_link(layer, url, "owner")
             ran = layer.query(
                 "select max(id) as id from execution where function = 'ticket.triage' and status = 'done'"
             )
     except LayerError as error:
         print(f"up: {error}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         return error.exit_code
-    print(NEXT.format(home=home, worker=worker, cara=cara["id"], ticket=ticket["id"], execution=ran[0]["id"] or "ID"))
+    print(
+        NEXT.format(
+            home=home, server=server, link=link, cara=cara["id"], ticket=ticket["id"], execution=ran[0]["id"] or "ID"
+        )
+    )
     return 0
 
 
@@ -115,4 +152,4 @@ def _until_quiet(layer: livinglayer.Layer) -> None:
 
 if __name__ == "__main__":
     place = Path(sys.argv[-1])
-    sys.exit(stop_worker(place) if "down" in sys.argv[1:-1] else main(place))
+    sys.exit(stop_server(place) if "down" in sys.argv[1:-1] else main(place))
