@@ -7,8 +7,8 @@ import secrets
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import Conflict, Corrupt, Denied, Invalid, LayerError, LimitExceeded, NotFound, Unavailable
@@ -48,13 +48,15 @@ def failure(payload: bytes) -> LayerError | None:
         return Conflict("the box has ended")
     if where == 2:
         if number == errno.ENOENT:
-            return NotFound(
-                f"command {what!r} was not found in the box", hint="check its name and PATH, or install it in the base"
-            )
-        return (Denied if number == errno.EACCES else Invalid)(f"command {what!r} can't be run: {reason}")
+            hint = "check its name and PATH, or install it in the base"
+            return NotFound(f"command {what!r} was not found in the box", hint, errno=number, of="command")
+        kind = Denied if number == errno.EACCES else Invalid
+        return kind(f"command {what!r} can't be run: {reason}", errno=number, of="command")
     if where == 1:
-        return ERRORS.get(number, Invalid)(f"working directory {what!r}: {reason}")
-    return ERRORS.get(number, Invalid)(f"{what!r}: {reason}", errno=number)
+        return ERRORS.get(number, Invalid)(f"working directory {what!r}: {reason}", errno=number, of="directory")
+    if where == 3:
+        return NotFound(f"the box has no user {what!r}", hint="see its /etc/passwd", errno=number, of="user")
+    return ERRORS.get(number, Invalid)(f"{what!r}: {reason}", errno=number, of="path")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Entry:
     gid: int
     mtime: float
     target: str | None = None
+    leads: str | None = None  # of a link that leads somewhere: the path there, and its mode
+    leads_mode: int | None = None
+    owner: str = ""
+    group: str = ""
+    attributes: dict[str, str] = field(default_factory=dict)  # those named `user.`
 
 
 def parse_entry(payload: bytes) -> Entry:
@@ -78,8 +85,24 @@ def parse_entry(payload: bytes) -> Entry:
     mode, uid, gid, size, mtime = ENTRY.unpack_from(payload)
     path, _, rest = payload[ENTRY.size :].partition(b"\0")
     kind = {0o100000: "file", 0o040000: "directory", 0o120000: "link"}.get(mode & 0o170000, "other")
-    target = rest.rstrip(b"\0").decode("utf-8", "surrogateescape") if kind == "link" else None
-    return Entry(path.decode("utf-8", "surrogateescape"), kind, size, mode & 0o7777, uid, gid, mtime / 1e9, target)
+    target, _, rest = rest.partition(b"\0")
+    leads_mode = int.from_bytes(rest[:4], "little")
+    leads, owner, group, *marks = [part.decode("utf-8", "surrogateescape") for part in rest[4:].split(b"\0")] + [""] * 3
+    return Entry(
+        path.decode("utf-8", "surrogateescape"),
+        kind,
+        size,
+        mode & 0o7777,
+        uid,
+        gid,
+        mtime / 1e9,
+        target.decode("utf-8", "surrogateescape") if kind == "link" else None,
+        leads or None,
+        leads_mode or None,
+        owner or str(uid),
+        group or str(gid),
+        {name: value for name, value in zip(marks[::2], marks[1::2], strict=False) if name},
+    )
 
 
 class Agent:
@@ -273,6 +296,13 @@ class Agent:
             raise Corrupt("the box's agent broke its protocol: no entry")
         return parse_entry(found[0])
 
+    async def who(self, user: str) -> dict[str, Any]:
+        """A user of the box: uid, gid, name, home."""
+        (found,) = await self.ask(Kind.WHO, text(user), Kind.PERSON)
+        name, home, *_ = found[8:].split(b"\0") + [b""]
+        uid, gid = struct.unpack_from("<II", found)
+        return {"uid": uid, "gid": gid, "name": name.decode("utf-8", "replace"), "home": home.decode("utf-8", "replace")}
+
     async def move(self, source: str, target: str, user: str = "") -> None:
         await self.ask(Kind.MOVE, text(user) + text(source) + text(target))
 
@@ -335,14 +365,20 @@ class Agent:
 class Writing:
     """A file on its way into a box, in pieces, never more of it in flight than the agent takes."""
 
-    def __init__(self, agent: Agent, path: str, mode: int, user: str, append: bool) -> None:
+    def __init__(
+        self, agent: Agent, path: str, mode: int, user: str, append: bool, attributes: Sequence[str] = ()
+    ) -> None:
         self._agent = agent
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._credit, self._room = WINDOW_START, asyncio.Event()
         self._number = agent.open(self._on_frame)
         flags = PARENTS | (1 if append else 0)
         agent.send(
-            Kind.WRITE, mode.to_bytes(4, "little") + flags.to_bytes(4, "little") + text(user) + text(path), self._number
+            Kind.WRITE,
+            mode.to_bytes(4, "little")
+            + flags.to_bytes(4, "little")
+            + b"".join(map(text, (user, path, *attributes))),
+            self._number,
         )
 
     def _on_frame(self, kind: int, payload: bytes) -> None:

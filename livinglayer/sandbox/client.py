@@ -23,9 +23,11 @@ from typing import Any, Protocol, TypeVar
 from .. import errors
 from ..errors import LayerError, LimitExceeded, Unavailable
 from ..settings import state_directory
-from .wire import CALL, ERROR, HEAD, PAYLOAD_MAX, PROGRESS, RESULT, Frames
+from .wire import CALL, ERROR, HEAD, PROGRESS, REQUEST_MAX, RESULT, Frames, pieces
 
 T = TypeVar("T")
+MOST_EARLY = 256 << 10  # bytes that are read before somebody wants them
+MOST_IDLE = 64  # connections that are kept for the next request
 ERRORS: dict[str, type[LayerError]] = {
     kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LayerError)
 }
@@ -100,47 +102,86 @@ class BlockingWire:
         self._socket.close()
 
 
-class AsyncWire:
-    """The same on an event loop."""
+class AsyncWire(asyncio.Protocol):
+    """The same on an event loop. What nobody takes is not read, so that the host holds what it comes from."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket, self._loop = connection, asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
         self._early: deque[bytes] = deque()
-        self._reading = asyncio.Lock()
+        self._size = 0
+        self._paused = self._ended = self._full = False
+        self._senders = 0
+        self._reader: asyncio.Future[None] | None = None
+        self._room: list[asyncio.Future[None]] = []
+
+    def data_received(self, data: bytes) -> None:
+        self._early.append(data)
+        self._size += len(data)
+        # A command may answer while it is fed: who only sends and never reads would wait for it, and it for them.
+        if self._size > MOST_EARLY and not self._senders and not self._paused and self._transport:
+            self._transport.pause_reading()
+            self._paused = True
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended = True
+        self._wake()
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        for waiting in self._room:
+            if not waiting.done():
+                waiting.set_result(None)
+        self._room.clear()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def send(self, data: bytes) -> None:
-        if len(data) < 65536:
-            return await self._loop.sock_sendall(self._socket, data)
-        sending = asyncio.ensure_future(self._loop.sock_sendall(self._socket, data))
-        try:
-            while not sending.done():
-                if self._reading.locked():  # somebody reads already
-                    await asyncio.wait([sending], timeout=0.05)
-                    continue
-                async with self._reading:
-                    reading = asyncio.ensure_future(self._loop.sock_recv(self._socket, 262144))
-                    await asyncio.wait([sending, reading], return_when=asyncio.FIRST_COMPLETED)
-                    if not reading.done():
-                        reading.cancel()
-                        await asyncio.wait([reading])
-                    if not reading.cancelled():
-                        if not (came := reading.result()):
-                            raise ConnectionResetError
-                        self._early.append(came)
-            sending.result()
-        finally:
-            sending.cancel()
+        if self._transport is None:
+            self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=self._socket)
+        if self._ended:
+            raise ConnectionResetError
+        self._transport.write(data)
+        if self._full:
+            self._senders += 1
+            try:
+                self._resume()
+                while self._full and not self._ended:
+                    self._room.append(self._loop.create_future())
+                    await self._room[-1]
+            finally:
+                self._senders -= 1
+
+    def _resume(self) -> None:
+        if self._paused and self._transport and not self._ended:
+            self._paused = False
+            self._transport.resume_reading()
 
     async def receive(self) -> bytes:
-        async with self._reading:
-            return self._early.popleft() if self._early else await self._loop.sock_recv(self._socket, 262144)
+        while not self._early:
+            if self._ended:
+                return b""
+            self._reader = self._loop.create_future()
+            await self._reader
+        data = self._early.popleft()
+        self._size -= len(data)
+        if self._paused and self._size < MOST_EARLY:
+            self._resume()
+        return data
 
     def stale(self) -> bool:
-        return _has_ended(self._socket)
+        return self._ended or bool(self._early)
 
     def close(self) -> None:
-        self._socket.close()
+        self._transport.abort() if self._transport else self._socket.close()
 
 
 def _has_ended(connection: socket.socket) -> bool:
@@ -183,15 +224,21 @@ class Connection:
             self._ready = [(kind, payload) for _, kind, payload in self._frames.feed(data)]
         return self._ready.pop(0)
 
+    async def some(self) -> list[tuple[int, bytes]]:
+        """The next frame, and those that came with it."""
+        first = await self.receive()
+        frames, self._ready = [first, *self._ready], []
+        return frames
+
     async def begin(self, request: dict[str, Any], *more: tuple[int, bytes]) -> None:
         """Send a request."""
         payload = json.dumps(request).encode()
-        if len(payload) > PAYLOAD_MAX:
+        if len(payload) > REQUEST_MAX:
             raise LimitExceeded(
-                f"the request takes {len(payload)} bytes, more than {PAYLOAD_MAX}",
+                f"the request takes {len(payload)} bytes, more than {REQUEST_MAX}",
                 hint="write large arguments, code or environment into a file of the box, or send them as its input",
             )
-        await self.send((CALL, payload), *more)
+        await self.send(*pieces(CALL, payload), *more)
 
     async def end(
         self,
@@ -266,7 +313,9 @@ class Client:
         """Done with it."""
         if not connection.broken:
             with self._lock:
-                self._idle.append(connection)
+                if len(self._idle) < MOST_IDLE:
+                    return self._idle.append(connection)
+            connection.close()
 
     async def call(
         self,

@@ -1,5 +1,6 @@
 """One command in a box: what it prints goes to whoever listens, up to its limit; it ends by itself, by its deadline or with its caller."""
 
+import asyncio
 import collections
 import os
 import signal
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Invalid, LayerError, LimitExceeded, TimedOut
 from .agent import EXIT_STATUS, failure
-from .wire import CREDIT, DONE, EXIT, PAYLOAD_MAX, PTY, STARTED, STDERR, STDIN, STDOUT, WINDOW_START, Kind, text
+from .wire import CREDIT, DONE, EXIT, PTY, REQUEST_MAX, STARTED, STDERR, STDIN, STDOUT, WINDOW_START, Kind, pieces, text
 
 if TYPE_CHECKING:
     from .box import Box
@@ -24,7 +25,7 @@ Sink = Callable[[int, bytes], None]  # gets (STDOUT or STDERR, bytes), then (EXI
 def encode_exec(
     argv: Sequence[str], user: str, cwd: str, environment: dict[str, str], flags: int, rows: int = 24, columns: int = 80
 ) -> bytes:
-    """An EXEC frame's payload; LimitExceeded when arguments and environment are larger than one frame."""
+    """What EXEC says; LimitExceeded when arguments and environment are larger than a request may be."""
     payload = b"".join(
         [
             struct.pack("<III", flags, rows, columns),
@@ -36,9 +37,9 @@ def encode_exec(
             *(text(f"{key}={value}") for key, value in environment.items()),
         ]
     )
-    if len(payload) > PAYLOAD_MAX:
+    if len(payload) > REQUEST_MAX:
         raise LimitExceeded(
-            f"arguments and environment take {len(payload)} bytes, more than {PAYLOAD_MAX}",
+            f"arguments and environment take {len(payload)} bytes, more than {REQUEST_MAX}",
             hint="write a file into the box instead",
         )
     return payload
@@ -72,8 +73,13 @@ class Command:
         background: bool = False,
         pty: bool = False,
         timeout: float | None = None,
+        stdin: bool = False,
+        forgets: bool = False,
+        notes: dict[str, Any] | None = None,
     ) -> None:
         self.box, self.argv, self.background = box, list(argv), background
+        self.pty, self.stdin, self.notes = pty, stdin, notes
+        self.ended = 0.0  # when, on the loop's clock
         self.number = self.pid = 0
         self.started, self.duration = time.monotonic(), 0.0
         self.status: int | None = None
@@ -82,14 +88,18 @@ class Command:
         self.timed_out = False
         self._sinks: list[Sink] = [sink] if sink else []
         self._seen = {STDOUT: 0, STDERR: 0}
-        self._limit = UNLIMITED if pty else box.blueprint.output  # a terminal is a person's, who may sit at it for days
-        self._memory: collections.deque[tuple[int, bytes, float]] | None = collections.deque() if background else None
+        # a terminal is a person's, who may sit at it for days; of what is kept nowhere there may be any amount
+        self._limit = UNLIMITED if pty or forgets else box.blueprint.output
+        self._memory: collections.deque[tuple[int, bytes, float]] | None = None
+        if background and not forgets:
+            self._memory = collections.deque()
         self._remembered = 0
         self._forgotten = {STDOUT: 0, STDERR: 0}  # bytes that came before what is remembered
         self._credit = WINDOW_START
         self._input: collections.deque[bytes | None] = collections.deque()
-        self._held = False
+        self._held: set[object] = set()  # those that can't keep up
         self._owed = 0
+        self._taken: list[asyncio.Future[None]] = []  # who waits until it has taken its input
         self.on_room: Callable[[], None] = lambda: None
         self._timer = box.loop.call_later(timeout, self._expire) if timeout else None
 
@@ -101,7 +111,8 @@ class Command:
             agent = self.box.agent
             self.number = agent.open(self.on_frame)
             self.box.commands[self.number] = self
-            agent.send(Kind.EXEC, payload, self.number)
+            for kind, piece in pieces(Kind.EXEC, payload):
+                agent.send(kind, piece, self.number)
         except BaseException:  # its caller is told by that; nothing more must come
             if self.box.commands.pop(self.number, None):
                 agent.drop(self.number)
@@ -133,10 +144,10 @@ class Command:
         elif kind == DONE:
             self.fail(failure(payload) or Invalid("the command did not start"))
 
-    def hold(self, on: bool) -> None:
-        """Stop (or go on) taking output: whoever listens can't keep up."""
-        self._held = on
-        if not on and self._owed and self.status is None and not self.error:
+    def hold(self, on: bool, who: object = None) -> None:
+        """Stop (or go on) taking output: one of those that listen can't keep up."""
+        (self._held.add if on else self._held.discard)(who)
+        if not self._held and self._owed and self.status is None and not self.error:
             owed, self._owed = self._owed, 0
             self._send(Kind.WINDOW, owed.to_bytes(4, "little"))
 
@@ -183,7 +194,9 @@ class Command:
         self._over(DONE)
 
     def _over(self, kind: int) -> None:
-        self.duration = time.monotonic() - self.started
+        self.ended = time.monotonic()
+        self.duration = self.ended - self.started
+        self._flush()
         if self._timer:
             self._timer.cancel()
         self.box.command_ended(self)
@@ -191,9 +204,9 @@ class Command:
             sink(kind, b"")
         self._sinks.clear()
 
-    def listen(self, sink: Sink) -> None:
+    def listen(self, sink: Sink, replay: bool = True) -> None:
         """Hear what it printed lately and what it prints from now on."""
-        for kind, data, _ in self._memory or ():
+        for kind, data, _ in (self._memory if replay else None) or ():
             sink(kind, data)
         if self.status is not None or self.error:
             sink(EXIT if self.error is None else DONE, b"")
@@ -253,6 +266,7 @@ class Command:
     def _flush(self) -> None:
         if self.over:
             self._input.clear()
+            self._wake()
         if not self.number:
             return  # not started yet
         waited = bool(self._input)
@@ -266,8 +280,21 @@ class Command:
                 self._credit -= len(data)
                 self._send(Kind.INPUT, data)
             self._input.popleft()
+        self._wake()
         if waited:
             self.on_room()
+
+    def _wake(self) -> None:
+        for waiting in self._taken:
+            if not waiting.done():
+                waiting.set_result(None)
+        self._taken.clear()
+
+    async def taken(self) -> None:
+        """Returns when it has taken its input, or is over."""
+        if self._input and not self.over:
+            self._taken.append(self.box.loop.create_future())
+            await self._taken[-1]
 
     def describe(self) -> dict[str, Any]:
         """As a caller sees it."""
@@ -277,6 +304,9 @@ class Command:
             "argv": self.argv,
             "seconds": time.monotonic() - self.started,
             "background": self.background,
+            "pty": self.pty,
+            "stdin": self.stdin,
+            "notes": self.notes,
         }
 
 

@@ -6,6 +6,7 @@ from enum import IntEnum
 
 HEAD = struct.Struct("<III")
 PAYLOAD_MAX = 65536
+REQUEST_MAX = 4 << 20  # of a request that comes in pieces
 WINDOW_START = 1 << 20  # what either side may send of one id before it hears that more is welcome
 
 
@@ -19,6 +20,7 @@ class Kind(IntEnum):
     RESIZE = 5
     WINDOW = 6
     CANCEL = 7
+    MORE = 8
     READ = 10
     WRITE = 11
     LIST = 12
@@ -33,6 +35,7 @@ class Kind(IntEnum):
     PING = 21
     CLOCK = 22
     PROCESSES = 23
+    WHO = 24
     READY = 64
     STARTED = 65
     STDOUT = 66
@@ -44,6 +47,7 @@ class Kind(IntEnum):
     PONG = 72
     CREDIT = 73
     PROCESS = 74
+    PERSON = 75
     # client → host: a request; host → client: its end, well or not, and what comes before it
     CALL = 100
     RESULT = 101
@@ -57,7 +61,7 @@ APPEND, PARENTS = 1, 2
 
 # Plain numbers for the hot paths: a comparison with an IntEnum member costs more than one with an int.
 STDOUT, STDERR, EXIT, DONE, STARTED, CREDIT, READY = 66, 67, 68, 69, 65, 73, 64
-CALL, RESULT, ERROR, PROGRESS = 100, 101, 102, 103
+CALL, RESULT, ERROR, PROGRESS, MORE = 100, 101, 102, 103, 8
 
 
 def frame(kind: int, payload: bytes = b"", number: int = 0) -> bytes:
@@ -68,6 +72,13 @@ def frame(kind: int, payload: bytes = b"", number: int = 0) -> bytes:
 def text(value: str) -> bytes:
     """A string as the agent reads it."""
     return value.encode("utf-8", "surrogateescape") + b"\0"
+
+
+def pieces(kind: int, payload: bytes) -> list[tuple[int, bytes]]:
+    """A request as frames: one that is larger than a frame begins with MORE."""
+    last = max(0, len(payload) - 1) // PAYLOAD_MAX * PAYLOAD_MAX
+    more = [(MORE, payload[at : at + PAYLOAD_MAX]) for at in range(0, last, PAYLOAD_MAX)]
+    return [*more, (kind, payload[last:])]
 
 
 class Frames:

@@ -37,10 +37,12 @@ def syscalls() -> tuple[str, ...]:
     return tuple(sorted({words[0] for words in lines if words}))
 
 
-def seccomp(allowed: tuple[str, ...], absent: str = "SCMP_ACT_ERRNO") -> dict[str, object]:
+def seccomp(
+    allowed: tuple[str, ...], absent: str = "SCMP_ACT_ERRNO", audit: str = "SCMP_ACT_ERRNO"
+) -> dict[str, object]:
     """The filter of native/filter.c for a runtime that compiles its own: `allowed`, some calls by argument, EPERM for the rest.
 
-    clone3 is answered by the action `absent`, as if the kernel did not have it.
+    clone3 is answered by the action `absent`, NETLINK_AUDIT by `audit`, as if the kernel did not have them.
     """
 
     def rule(name: str, index: int, operator: str, value: int, second: int = 0) -> dict[str, object]:
@@ -51,6 +53,10 @@ def seccomp(allowed: tuple[str, ...], absent: str = "SCMP_ACT_ERRNO") -> dict[st
         # The kernel looks at 32 bits and a plain NE at 64, so one more bit above would pass it: allowed is what differs in one of the 32.
         return [rule(name, index, "MASKED_EQ", 1 << bit, ~value & 1 << bit) for bit in range(32)]
 
+    def protocol(number: int) -> dict[str, object]:
+        return {"index": 2, "value": number, "op": "SCMP_CMP_EQ"}
+
+    netlink = {"index": 0, "value": int(socket.AF_NETLINK), "op": "SCMP_CMP_EQ"}
     return {
         "defaultAction": "SCMP_ACT_ERRNO",
         "defaultErrnoRet": errno.EPERM,
@@ -60,14 +66,8 @@ def seccomp(allowed: tuple[str, ...], absent: str = "SCMP_ACT_ERRNO") -> dict[st
             # its flags lie in memory, where a filter can't look: libc falls back to clone
             {"names": ["clone3"], "action": absent, "errnoRet": errno.ENOSYS},
             *(rule("socket", 0, "EQ", int(family)) for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)),
-            {
-                "names": ["socket"],
-                "action": "SCMP_ACT_ALLOW",
-                "args": [
-                    {"index": 0, "value": int(socket.AF_NETLINK), "op": "SCMP_CMP_EQ"},
-                    {"index": 2, "value": 0, "op": "SCMP_CMP_EQ"},  # NETLINK_ROUTE
-                ],
-            },
+            {"names": ["socket"], "action": "SCMP_ACT_ALLOW", "args": [netlink, protocol(0)]},  # NETLINK_ROUTE
+            {"names": ["socket"], "action": audit, "errnoRet": errno.EPROTONOSUPPORT, "args": [netlink, protocol(9)]},
             rule("socketpair", 0, "EQ", int(socket.AF_UNIX)),
             *differs("ioctl", 1, termios.TIOCSTI),  # a box may not push characters into a terminal
             *differs("prctl", 0, 22),  # PR_SET_SECCOMP

@@ -29,6 +29,7 @@
 #include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
+#include <sys/xattr.h>
 #include <termios.h>
 #include <time.h>
 #include <unistd.h>
@@ -53,6 +54,7 @@ struct talk {
     char **watched;     // path of each inotify watch
     int watches;
     bool recursive;
+    int64_t left;       // of a file being read; -1: all of it
 };
 
 static int control_in, control_out, poller, root = -1;
@@ -124,6 +126,14 @@ struct user {
     char name[64], home[256];
 };
 
+// The box's root may have put anything there: a FIFO would hold us for ever, a file without end for as long as it lasts.
+static FILE *open_table(const char *path) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    struct stat st;
+    if (fd >= 0 && (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size > 1 << 20)) close(fd), fd = -1;
+    return fd < 0 ? NULL : fdopen(fd, "r");
+}
+
 static int find_user(const char *wanted, struct user *user) {
     *user = (struct user){.uid = 0, .gid = 0, .name = "root", .home = "/root"};
     if (rooted) { // tier process has one user: whoever the agent runs as
@@ -145,11 +155,7 @@ static int find_user(const char *wanted, struct user *user) {
         snprintf(user->name, sizeof user->name, "%lu", number);
         strcpy(user->home, "/");
     }
-    // The box's root may have put anything there: a FIFO would hold us for ever, a file without end for as long as it lasts.
-    int fd = open("/etc/passwd", O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    struct stat st;
-    if (fd >= 0 && (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size > 1 << 20)) close(fd), fd = -1;
-    FILE *file = fd < 0 ? NULL : fdopen(fd, "r");
+    FILE *file = open_table("/etc/passwd");
     char line[1024];
     bool found = false;
     while (file && !found && fgets(line, sizeof line, file)) {
@@ -176,6 +182,56 @@ static int become(const char *name) {
     if (!user.uid || rooted) return 0;
     if (syscall(SYS_setresgid, -1, user.gid, -1) || syscall(SYS_setresuid, -1, user.uid, -1)) return -1;
     return 0;
+}
+
+// "A>B" as a user: with the rights of A, and what is made belongs to B.
+static struct user owner;
+static bool owned;
+
+static int act_as(const char *who) {
+    char name[64];
+    const char *mark = strchr(who, '>');
+    size_t length = mark ? (size_t)(mark - who) : strlen(who);
+    if (length >= sizeof name) return errno = ENOENT, -1;
+    memcpy(name, who, length);
+    name[length] = 0;
+    owned = mark && !rooted;
+    if (owned && find_user(mark + 1, &owner)) return -1;
+    return become(name);
+}
+
+static void give(int directory, const char *name) {
+    if (owned && fchownat(directory, name, owner.uid, owner.gid, AT_SYMLINK_NOFOLLOW)) {}
+}
+
+// Names of numbers, found once for each request: a listing asks for the same few again and again.
+static struct {
+    uint32_t id;
+    bool group;
+    char name[64];
+} names[8];
+static int named;
+
+static const char *name_of(uint32_t id, bool group) {
+    for (int i = 0; i < named; i++)
+        if (names[i].id == id && names[i].group == group) return names[i].name;
+    int slot = named < 8 ? named++ : 7;
+    names[slot].id = id;
+    names[slot].group = group;
+    snprintf(names[slot].name, sizeof names[slot].name, "%u", id);
+    FILE *file = rooted ? NULL : open_table(group ? "/etc/group" : "/etc/passwd");
+    char line[4096];
+    while (file && fgets(line, sizeof line, file)) {
+        char *rest = line, *name = strsep(&rest, ":");
+        strsep(&rest, ":");
+        char *number = strsep(&rest, ":"), *end;
+        if (!number || strtoul(number, &end, 10) != id || end == number) continue;
+        snprintf(names[slot].name, sizeof names[slot].name, "%s", name);
+        break;
+    }
+    if (file) fclose(file);
+    if (rooted && id == (group ? getgid() : getuid())) strcpy(names[slot].name, "user");
+    return names[slot].name;
 }
 
 static void become_root(void) {
@@ -234,6 +290,7 @@ static int open_parent(const char *path, const char **name, bool make) {
             if (up < 0) return -1;
             int made = mkdirat(up, last, 0755);
             int error = errno;
+            if (!made) give(up, last);
             close(up);
             if (made && error != EEXIST) return errno = error, -1;
         } else if (here < 0) {
@@ -245,18 +302,78 @@ static int open_parent(const char *path, const char **name, bool make) {
     return open_path(parent, O_PATH | O_DIRECTORY, 0);
 }
 
-static void send_entry(uint32_t id, const struct stat *st, const char *path, const char *target) {
-    char payload[32 + 2 * 4096 + 2];
+// Appends one text to a payload, as far as there is room for it.
+static int put(char *payload, int length, int room, const char *text) {
+    size_t size = strlen(text) + 1;
+    if (length + (int)size > room) size = 1, text = "";
+    memcpy(payload + length, text, size);
+    return length + size;
+}
+
+// An entry by the directory it is in. What follows its target: what a link leads to, names of owner and group, `user.` attributes.
+static void send_entry(uint32_t id, const struct stat *st, const char *path, int directory, const char *name) {
+    char payload[32768], target[4096] = "", place[4200];
     struct __attribute__((packed)) {
         uint32_t mode, uid, gid;
         uint64_t size;
         int64_t mtime;
     } head = {st->st_mode, st->st_uid, st->st_gid, st->st_size, st->st_mtim.tv_sec * 1000000000LL + st->st_mtim.tv_nsec};
     memcpy(payload, &head, sizeof head);
-    int length = sizeof head;
-    length += snprintf(payload + length, 4097, "%s", path) + 1;
-    length += snprintf(payload + length, 4097, "%s", target) + 1;
+    const int room = sizeof payload - 16;
+    struct stat led = {0};
+    int length = put(payload, sizeof head, room, path);
+    bool link = S_ISLNK(st->st_mode);
+    if (link) {
+        ssize_t size = readlinkat(directory, name, target, sizeof target - 1);
+        target[size < 0 ? 0 : size] = 0;
+    }
+    length = put(payload, length, room, target);
+    *target = 0;
+    if (link && !rooted) { // on tier process the kernel would look for it on the host
+        int fd = openat(directory, name, O_PATH | O_CLOEXEC);
+        if (fd >= 0 && !fstat(fd, &led)) {
+            snprintf(place, sizeof place, "/proc/self/fd/%d", fd);
+            ssize_t size = readlink(place, target, sizeof target - 1);
+            target[size < 0 ? 0 : size] = 0;
+        }
+        if (fd >= 0) close(fd);
+    }
+    memcpy(payload + length, &(uint32_t){led.st_mode}, 4);
+    length = put(payload, length + 4, room, target);
+    length = put(payload, length, room, name_of(st->st_uid, false));
+    length = put(payload, length, room, name_of(st->st_gid, true));
+    char marks[8192];
+    ssize_t listed = 0;
+    if (S_ISREG(st->st_mode) || S_ISDIR(st->st_mode)) {
+        snprintf(place, sizeof place, "/proc/self/fd/%d/%s", directory, name);
+        listed = llistxattr(place, marks, sizeof marks);
+    }
+    for (const char *mark = marks; listed > 0 && mark < marks + listed; mark += strlen(mark) + 1) {
+        char value[4097];
+        if (strncmp(mark, "user.", 5)) continue;
+        ssize_t size = lgetxattr(place, mark, value, sizeof value - 1);
+        if (size < 0 || memchr(value, 0, size) || length + (int)(strlen(mark) + size) + 2 > room) continue;
+        value[size] = 0;
+        length = put(payload, length, room, mark);
+        length = put(payload, length, room, value);
+    }
     send_frame(id, ENTRY, payload, length);
+}
+
+// Sets `user.` attributes of a file to these (text by text: name, value) and removes others below `prefix`.
+static int set_attributes(int fd, struct request *request) {
+    const char *prefix = take_str(request), *pairs = request->at;
+    char marks[8192];
+    ssize_t listed = flistxattr(fd, marks, sizeof marks);
+    for (const char *mark = marks; listed > 0 && mark < marks + listed; mark += strlen(mark) + 1)
+        if (!request->bad && *prefix && !strncmp(mark, prefix, strlen(prefix))) fremovexattr(fd, mark);
+    request->at = pairs;
+    while (!request->bad && request->at < request->end) {
+        const char *name = take_str(request), *value = take_str(request);
+        if (request->bad || strncmp(name, "user.", 5)) return errno = EINVAL, -1;
+        if (fsetxattr(fd, name, value, strlen(value), 0)) return -1;
+    }
+    return 0;
 }
 
 static int list_tree(uint32_t id, int fd, const char *prefix, uint32_t depth, int level) {
@@ -267,13 +384,9 @@ static int list_tree(uint32_t id, int fd, const char *prefix, uint32_t depth, in
         if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
         struct stat st;
         if (fstatat(fd, entry->d_name, &st, AT_SYMLINK_NOFOLLOW)) continue; // gone meanwhile
-        char path[4096], target[4096] = "";
+        char path[4096];
         if (snprintf(path, sizeof path, "%s%s%s", prefix, *prefix ? "/" : "", entry->d_name) >= (int)sizeof path) continue;
-        if (S_ISLNK(st.st_mode)) {
-            ssize_t length = readlinkat(fd, entry->d_name, target, sizeof target - 1);
-            target[length < 0 ? 0 : length] = 0;
-        }
-        send_entry(id, &st, path, target);
+        send_entry(id, &st, path, fd, entry->d_name);
         if (S_ISDIR(st.st_mode) && depth > 1 && level < TREE_DEPTH) {
             int below = openat(fd, entry->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
             if (below >= 0) list_tree(id, below, path, depth - 1, level + 1);
@@ -311,7 +424,7 @@ static struct talk *find_talk(uint32_t id) {
 static struct talk *new_talk(uint32_t id, int kind) {
     struct talk *talk = calloc(1, sizeof *talk);
     if (!talk) return NULL;
-    *talk = (struct talk){.next = talks, .id = id, .kind = kind, .in = -1, .out = -1, .err = -1, .window = WINDOW_START};
+    *talk = (struct talk){.next = talks, .id = id, .kind = kind, .in = -1, .out = -1, .err = -1, .window = WINDOW_START, .left = -1};
     return talks = talk;
 }
 
@@ -384,11 +497,13 @@ static bool pump(struct talk *talk, int fd, uint32_t kind) {
     char chunk[CHUNK];
     size_t want = talk->drain || talk->window > CHUNK ? CHUNK : (size_t)talk->window;
     if (!want) return true;
+    if (talk->left >= 0 && (int64_t)want > talk->left) want = talk->left;
     ssize_t got = read(fd, chunk, want);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
     if (got <= 0) return false; // a terminal says EIO when its last user is gone
     if (!talk->drain) {
         talk->window -= got;
+        if (talk->left >= 0) talk->left -= got;
         send_frame(talk->id, kind, chunk, got);
     }
     return true;
@@ -520,35 +635,41 @@ static void run(uint32_t id, struct request *request) {
     uint32_t flags = take_u32(request), rows = take_u32(request), columns = take_u32(request);
     const char *name = take_str(request), *cwd = take_str(request);
     uint32_t argc = take_u32(request);
-    if (argc == 0 || argc > FRAME_MAX / 2) request->bad = true;
+    if (argc == 0 || argc > REQUEST_MAX / 2) request->bad = true;
     char **argv = request->bad ? NULL : calloc(argc + 1, sizeof *argv);
     for (uint32_t i = 0; argv && i < argc && !request->bad; i++) argv[i] = (char *)take_str(request);
     uint32_t envc = take_u32(request);
-    if (envc > FRAME_MAX / 2) request->bad = true;
-    char **envp = request->bad ? NULL : calloc(envc + 3, sizeof *envp);
+    if (envc > REQUEST_MAX / 2) request->bad = true;
+    char **envp = request->bad ? NULL : calloc(envc + 4, sizeof *envp);
     for (uint32_t i = 0; envp && i < envc && !request->bad; i++) envp[i] = (char *)take_str(request);
     int pipes[3][2] = {{-1, -1}, {-1, -1}, {-1, -1}}, null = -1, slave = -1;
     struct talk *talk = NULL;
     const char *problem = "the request is broken";
-    char home[300], who[80];
+    char home[300], who[80], logname[80];
     errno = EINVAL;
     if (request->bad || !argv || !envp) goto failed;
     struct user user;
-    problem = "no such user";
-    if (find_user(name, &user)) goto failed;
+    if (find_user(name, &user)) {
+        send_done(id, errno | 3 << 16, name);
+        errno = 0;
+        goto failed;
+    }
 
     // HOME and USER follow the user unless the caller said otherwise; "~" as cwd is the user's home.
-    bool has_home = false, has_user = false;
+    bool has_home = false, has_user = false, has_logname = false;
     const char *path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
     for (uint32_t i = 0; i < envc; i++) {
         if (!strncmp(envp[i], "PATH=", 5)) path = envp[i] + 5;
         has_home |= !strncmp(envp[i], "HOME=", 5);
         has_user |= !strncmp(envp[i], "USER=", 5);
+        has_logname |= !strncmp(envp[i], "LOGNAME=", 8);
     }
     snprintf(home, sizeof home, "HOME=%s", user.home);
     snprintf(who, sizeof who, "USER=%s", user.name);
     if (!has_home) envp[envc++] = home;
+    snprintf(logname, sizeof logname, "LOGNAME=%s", user.name);
     if (!has_user) envp[envc++] = who;
+    if (!has_logname) envp[envc++] = logname;
     if (!*cwd || !strcmp(cwd, "~")) cwd = user.home;
     static char full_cwd[4096];
     if (rooted) { // the box's "/" is a directory of the host: the working directory is looked up in it
@@ -679,13 +800,22 @@ static void reap(void) {
 
 // ---- the rest of the requests ----
 
-static void add_watch(struct talk *talk, const char *path, const char *name, int level) {
-    const uint32_t mask = IN_CREATE | IN_DELETE | IN_MODIFY | IN_MOVED_FROM | IN_MOVED_TO | IN_ATTRIB | IN_CLOSE_WRITE | IN_ONLYDIR | IN_DONT_FOLLOW;
+static void send_event(struct talk *talk, uint32_t mask, const char *name) {
+    char payload[4 + 4096];
+    memcpy(payload, &mask, 4);
+    int length = snprintf(payload + 4, 4096, "%s", name);
+    if (length < 4096) send_frame(talk->id, EVENT, payload, 4 + length + 1);
+}
+
+// `late`: the directory is new, and what it already holds came before its watch; it is told of as if it came now.
+static void add_watch(struct talk *talk, const char *path, const char *name, int level, bool late) {
+    uint32_t mask = IN_CREATE | IN_DELETE | IN_MODIFY | IN_MOVED_FROM | IN_MOVED_TO | IN_ATTRIB | IN_CLOSE_WRITE | IN_ONLYDIR;
+    if (!*name) mask |= IN_DELETE_SELF | IN_MOVE_SELF; // of those below, the directory above tells
     int fd = open_path(path, O_RDONLY | O_DIRECTORY, 0);
     if (fd < 0) return;
     char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    int number = inotify_add_watch(talk->out, link, mask & ~IN_DONT_FOLLOW);
+    int number = inotify_add_watch(talk->out, link, mask);
     if (number >= 0 && number < 65536) {
         if (number >= talk->watches) {
             char **more = realloc(talk->watched, (number + 1) * sizeof *more);
@@ -701,11 +831,12 @@ static void add_watch(struct talk *talk, const char *path, const char *name, int
     if (!directory) { close(fd); return; }
     struct dirent *entry;
     while ((entry = readdir(directory))) {
-        if (entry->d_type != DT_DIR || !strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
+        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..") || (entry->d_type != DT_DIR && !late)) continue;
         char below[4096], below_name[4096];
         if (snprintf(below, sizeof below, "%s/%s", path, entry->d_name) >= (int)sizeof below) continue;
         if (snprintf(below_name, sizeof below_name, "%s%s%s", name, *name ? "/" : "", entry->d_name) >= (int)sizeof below_name) continue;
-        add_watch(talk, below, below_name, level + 1);
+        if (late) send_event(talk, IN_CREATE, below_name);
+        if (entry->d_type == DT_DIR) add_watch(talk, below, below_name, level + 1, late);
     }
     closedir(directory);
 }
@@ -717,15 +848,14 @@ static void watch_events(struct talk *talk) {
         struct inotify_event *event = (void *)at;
         at += sizeof *event + event->len;
         const char *base = event->wd >= 0 && event->wd < talk->watches && talk->watched[event->wd] ? talk->watched[event->wd] : "";
-        char payload[4 + 4096];
-        memcpy(payload, &event->mask, 4);
-        int length = snprintf(payload + 4, 4096, "%s%s%s", base, *base && event->len ? "/" : "", event->len ? event->name : "");
-        if (length >= 4096) continue;
-        send_frame(talk->id, EVENT, payload, 4 + length + 1);
+        if (*base && !event->len) continue; // a directory below, of which the one above tells
+        char name[4096];
+        if (snprintf(name, sizeof name, "%s%s%s", base, *base ? "/" : "", event->len ? event->name : "") >= (int)sizeof name) continue;
+        send_event(talk, event->mask, name);
         if (talk->recursive && event->mask & IN_ISDIR && event->mask & (IN_CREATE | IN_MOVED_TO)) {
             char path[8300];
-            snprintf(path, sizeof path, "%s/%s", talk->queue, payload + 4);
-            if (strlen(path) < 4096) add_watch(talk, path, payload + 4, 0);
+            snprintf(path, sizeof path, "%s/%s", talk->queue, name);
+            if (strlen(path) < 4096) add_watch(talk, path, name, 0, event->mask & IN_CREATE);
         }
     }
 }
@@ -787,7 +917,36 @@ static void set_clock(struct request *request) {
     }
 }
 
+// The pieces of a request that is larger than a frame; the host sends them one after another.
+static char *held;
+static size_t held_length;
+
+static void hold(const char *payload, uint32_t length) {
+    char *more = held_length + length > REQUEST_MAX ? NULL : realloc(held, held_length + length + FRAME_MAX);
+    if (more) memcpy(more + held_length, payload, length);
+    else free(held); // no half of a command is ever run
+    held = more;
+    held_length = more ? held_length + length : REQUEST_MAX;
+}
+
 static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t length) {
+    if (kind == MORE) {
+        hold(payload, length);
+        return;
+    }
+    if (kind == EXEC && held_length) {
+        if (held) {
+            memcpy(held + held_length, payload, length); // there is room for a frame
+            struct request request = {held, held + held_length + length, false};
+            run(id, &request);
+        } else {
+            send_done(id, ENOMEM, "a command so long");
+        }
+        free(held);
+        held = NULL;
+        held_length = 0;
+        return;
+    }
     struct request request = {payload, payload + length, false};
     struct talk *talk = find_talk(id);
     const char *what = "", *name, *user, *path, *other;
@@ -827,6 +986,8 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
         if (!talk) return;
         if (talk->kind == WRITING) {
             int error = talk->status;
+            struct request marks = {talk->queue, talk->queue + talk->room, false};
+            if (!error && talk->queue && set_attributes(talk->in, &marks)) error = errno;
             if (close(talk->in) && !error) error = errno; // a full disk may show only here
             talk->in = -1;
             end_talk(talk);
@@ -872,6 +1033,21 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
             if (talk->kind == COMMAND && !talk->drain) send_frame(id, PROCESS, (uint32_t[]){talk->id, talk->pid}, 8);
         send_done(id, 0, "");
         return;
+    case WHO: {
+        struct user found;
+        char person[8 + sizeof found.name + sizeof found.home];
+        user = take_str(&request);
+        errno = EINVAL;
+        if (request.bad || find_user(user, &found)) {
+            send_done(id, errno, user);
+            return;
+        }
+        memcpy(person, (uint32_t[]){found.uid, found.gid}, 8);
+        int size = put(person, 8, sizeof person, found.name);
+        send_frame(id, PERSON, person, put(person, size, sizeof person, found.home));
+        send_done(id, 0, "");
+        return;
+    }
     case CONNECT: {
         uint32_t port = take_u32(&request);
         if (request.bad || port < 1 || port > 65535) send_done(id, EINVAL, "port");
@@ -891,9 +1067,10 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
         return;
     }
     errno = 0;
-    if (become(user)) {
+    named = 0;
+    if (act_as(user)) {
         become_root();
-        send_done(id, errno, user);
+        send_done(id, errno | 3 << 16, user);
         return;
     }
     switch (kind) {
@@ -904,6 +1081,12 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
         talk = failed ? NULL : new_talk(id, READING);
         if (talk) {
             talk->out = fd;
+            if (request.end - request.at >= 16) { // a part of it
+                int64_t part[2];
+                memcpy(part, request.at, sizeof part);
+                talk->left = part[1] < 0 ? 0 : part[1];
+                if (lseek(fd, part[0] < 0 ? 0 : part[0], SEEK_SET) < 0) talk->left = 0;
+            }
             become_root();
             return; // the loop pumps it as the window allows
         }
@@ -913,14 +1096,22 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
     }
     case WRITE: {
         int parent = open_parent(path, &name, flags & WRITE_PARENTS);
-        fd = parent < 0 ? -1 : open_path(path, O_WRONLY | O_CREAT | O_NONBLOCK | (flags & WRITE_APPEND ? O_APPEND : 0), number & 07777);
+        const int how = O_WRONLY | O_CREAT | O_NONBLOCK | (flags & WRITE_APPEND ? O_APPEND : 0);
+        fd = parent < 0 ? -1 : open_path(path, how | O_EXCL, number & 07777);
+        bool made = fd >= 0;
+        if (parent >= 0 && fd < 0 && errno == EEXIST) fd = open_path(path, how, number & 07777);
         if (parent >= 0) close(parent);
         failed = fd < 0 || fstat(fd, &st);
         if (!failed && !S_ISREG(st.st_mode)) failed = 1, errno = EINVAL; // a FIFO or a device where a file should be
-        if (!failed && !(flags & WRITE_APPEND)) failed = ftruncate(fd, 0);
+        if (!failed && owned && fchown(fd, owner.uid, owner.gid)) {}
+        if (!failed && !made && !(flags & WRITE_APPEND)) failed = ftruncate(fd, 0); // of a new file it would be told as a change
         talk = failed ? NULL : new_talk(id, WRITING);
         if (talk) {
             talk->in = fd;
+            if (request.at < request.end && (talk->queue = malloc(request.end - request.at))) { // its attributes, set at the end
+                talk->room = request.end - request.at;
+                memcpy(talk->queue, request.at, talk->room);
+            }
             become_root();
             send_frame(id, STARTED, &(uint32_t){0}, 4);
             return;
@@ -937,18 +1128,13 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
         if (!strcmp(path, "/")) {
             fd = open_path("/", O_PATH, 0);
             failed = fd < 0 || fstat(fd, &st);
+            if (!failed) send_entry(id, &st, path, fd, ".");
             if (fd >= 0) close(fd);
-            if (!failed) send_entry(id, &st, path, "");
             break;
         }
         int parent = open_parent(path, &name, false);
         failed = parent < 0 || fstatat(parent, name, &st, AT_SYMLINK_NOFOLLOW);
-        char target[4096] = "";
-        if (!failed && S_ISLNK(st.st_mode)) {
-            ssize_t size = readlinkat(parent, name, target, sizeof target - 1);
-            target[size < 0 ? 0 : size] = 0;
-        }
-        if (!failed) send_entry(id, &st, path, target);
+        if (!failed) send_entry(id, &st, path, parent, name);
         if (parent >= 0) close(parent);
         break;
     }
@@ -979,6 +1165,7 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
     case MKDIR: {
         int parent = open_parent(path, &name, true);
         failed = parent < 0 || mkdirat(parent, name, number & 07777);
+        if (!failed) give(parent, name);
         if (parent >= 0) close(parent);
         break;
     }
@@ -986,6 +1173,7 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
         what = other;
         int parent = open_parent(other, &name, true);
         failed = parent < 0 || symlinkat(path, parent, name);
+        if (!failed) give(parent, name);
         if (parent >= 0) close(parent);
         break;
     }
@@ -1011,7 +1199,7 @@ static void handle(uint32_t id, uint32_t kind, const char *payload, uint32_t len
             end_talk(talk);
             break;
         }
-        add_watch(talk, path, "", 0);
+        add_watch(talk, path, "", 0, false);
         watch_fd(talk->out, EPOLLIN);
         become_root();
         send_frame(id, STARTED, &(uint32_t){0}, 4);
