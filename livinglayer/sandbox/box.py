@@ -23,6 +23,7 @@ from .trace import Trace
 from .wire import PAYLOAD_MAX
 
 if TYPE_CHECKING:
+    from .bridge import Bridge
     from .keeping import Looks
 
 FINISHED = 16  # commands in the background whose end is remembered
@@ -41,7 +42,7 @@ class Life:
 
     def change(self, given: object) -> None:
         """Take what is said of it; with `"shorten": False` its end never comes earlier than it would have."""
-        if not isinstance(given, Mapping) or (unknown := sorted(set(given) - {"seconds", "then", "wakes", "shorten"})):
+        if not isinstance(given, Mapping) or set(given) - {"seconds", "then", "wakes", "shorten"}:
             raise Invalid(f"the life of a box has seconds, then, wakes and shorten, not {given!r:.100}")
         seconds = given.get("seconds", self.seconds)
         if seconds is not None and (
@@ -104,6 +105,7 @@ class Box:
         self.timers: list[asyncio.TimerHandle] = []
         self.root_fd: int | None = None  # of the zygote, opened at its first use
         self.listeners: dict[int, asyncio.Server] = {}  # exposed ports
+        self.bridges: set[Bridge] = set()  # connections of its programs to other boxes
         self.requests = {"allow": 0, "deny": 0, "up": 0, "down": 0}
         self._oom = 0
         self.environment: dict[str, str] = {}

@@ -197,5 +197,5 @@ class Passage:
             "placeholders": sorted(self.used.kept),
         }  # fmt: skip
         if self.rule is not None and self.rule.box is not None:
-            event["to"] = self.rule.at or self.rule.box
+            event["to"] = self.rule.box
         await self.box.tell(event if self.model is None else event | {"model": self.model}, self.kept)

@@ -53,6 +53,17 @@ def refusal(address: Address, private: bool) -> str | None:
     return None
 
 
+def _excluded(address: Address, rule: Rule) -> str | None:
+    """Why a rule that leaves networks out does not allow this address, or None."""
+    if not rule.without:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:  # it may well be the same machine's
+            return "the rule leaves networks out, and speaks of IPv4 only"
+        address = address.ipv4_mapped
+    return "the rule leaves it out" if any(address in net for net in rule.without) else None
+
+
 async def addresses(host: str, rule: Rule, seconds: float) -> list[Address]:
     """What a host resolves to now, without what the rule does not permit; Denied when nothing is left."""
     if rule.resolve is not None:
@@ -71,7 +82,7 @@ async def addresses(host: str, rule: Rule, seconds: float) -> list[Address]:
         except (OSError, UnicodeError):
             raise Unavailable(f"{host!r} does not resolve") from None
         found = list(dict.fromkeys(ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in answer))
-    reasons = {address: refusal(address, rule.private) for address in found}
+    reasons = {address: refusal(address, rule.private) or _excluded(address, rule) for address in found}
     allowed = [address for address, reason in reasons.items() if reason is None]
     if not allowed:
         address, reason = next(iter(reasons.items()), (None, "it has no address"))

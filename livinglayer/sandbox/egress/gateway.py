@@ -177,7 +177,7 @@ class Gateway:
         self._bridged += 1
         number, opened = self._bridged, asyncio.get_running_loop().create_future()
         self._bridges[number] = opened
-        self._send({"event": "bridge", "bridge": number, "box": box, "to": rule.box, "at": rule.at, "port": port})
+        self._send({"event": "bridge", "bridge": number, "box": box, "to": rule.box, "port": port})
         try:
             return await opened
         finally:

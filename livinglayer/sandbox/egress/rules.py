@@ -19,7 +19,7 @@ Protocol = Literal["http", "https", "tcp"]
 PLACES = ("header", "query", "body")
 DEFAULT_PORT = {"http": 80, "https": 443}
 KEYS = frozenset(
-    "host port method path bytes rate protocol secrets swap private resolve action tls model box at headers without shares".split(),
+    "host port method path bytes rate protocol secrets swap private resolve action tls model box headers without shares".split(),
 )
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
 _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)\Z")
@@ -35,7 +35,7 @@ _NEVER = frozenset(
 )
 BOXES = ".box.internal"  # where boxes are for each other: `.internal` is nobody's out there, as `.box` is somebody's
 _BOX = re.compile(r"(?:([a-z0-9](?:[a-z0-9-]{0,40}[a-z0-9])?)/)?([a-z](?:[a-z0-9-]{0,39}[a-z0-9])?)\Z")
-_BOX_KEYS = frozenset("box at port protocol method path bytes rate action".split())
+_BOX_KEYS = frozenset("box port protocol method path bytes rate action".split())
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Rule:
         None  # the API spoken there: its exchanges are kept, its tokens counted
     )
     box: str | None = None  # another box, by its name: `host` is its name as boxes say it
-    at: str | None = None  # and the id that its name stands for, where somebody has decided that
     headers: tuple[tuple[str, str], ...] = field(
         default=(), repr=False
     )  # set in every request, in place of the box's own
@@ -79,9 +78,10 @@ class Rule:
 
     def dials_like(self, other: Rule) -> bool:
         """A connection made under the other rule could have been made under this one."""
-        ours, theirs = (self.private, self.resolve, self.tls), (other.private, other.resolve, other.tls)
-        ours += (self.box, self.at, self.headers, self.without)  # type: ignore[assignment]
-        return ours == theirs + (other.box, other.at, other.headers, other.without)
+        return self._dialing() == other._dialing()
+
+    def _dialing(self) -> tuple[Any, ...]:
+        return self.private, self.resolve, self.tls, self.box, self.headers, self.without
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _from_string(text: str) -> dict[str, Any]:
 def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
     if unknown := set(given) - KEYS:
         raise Invalid(f"unknown key {sorted(map(str, unknown))[0]!r}", hint=f"known: {', '.join(sorted(KEYS))}")
-    if "box" in given or "at" in given:
+    if "box" in given:
         given = _towards_box(given)
     elif isinstance(given.get("host"), str) and given["host"].lower().rstrip(".").endswith(BOXES):
         raise Invalid(f"{given['host']!r} is a box", hint='{"box": "db", "port": 8080}')
@@ -223,7 +223,6 @@ def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
         tls=tls,
         model=models.check(model),
         box=given.get("box"),
-        at=given.get("at"),
         headers=headers,
         without=_networks(given.get("without")),
         shares=_shares(given.get("shares")),
@@ -233,9 +232,9 @@ def _from_mapping(text: str, given: dict[str, Any]) -> Rule:
 def _towards_box(given: dict[str, Any]) -> dict[str, Any]:
     """A rule for a port of another box, with the host it is at."""
     if odd := set(given) - _BOX_KEYS:
-        raise Invalid(f"{sorted(odd)[0]!r} is not for a box", hint=f"of a box: {', '.join(sorted(_BOX_KEYS - {'at'}))}")
-    name, at = given.get("box"), given.get("at")
-    if not isinstance(name, str) or not (found := _BOX.match(name)) or not (at is None or isinstance(at, str)):
+        raise Invalid(f"{sorted(odd)[0]!r} is not for a box", hint=f"of a box: {', '.join(sorted(_BOX_KEYS))}")
+    name = given.get("box")
+    if not isinstance(name, str) or not (found := _BOX.match(name)):
         raise Invalid(f"box {name!r}", hint="the name of a box, or PRINCIPAL/NAME; lower-case letters, digits, hyphens")
     deny = given.get("action") == "deny"
     if given.get("protocol") not in (None, "http", "tcp"):

@@ -9,7 +9,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote, quote_plus
 
@@ -19,6 +19,9 @@ PREFIX = "LAYER_SECRET_"
 MOST = 8 << 20  # bytes that placeholders of one text may become
 CREDENTIALS = 100  # different Basic credentials a box may make
 SHORTEST = 4  # a shorter value would be found, and replaced, in innocent text
+TELLING = 8  # characters of a header's value from which on it is hidden: shorter ones are no keys
+HARMLESS = ("accept", "content-", "user-agent", "cache-control", "origin", "referer", "x-requested-with")
+HEADER = b"LAYER_HEADER"
 Escape = Callable[[str], bytes]
 
 
@@ -83,10 +86,20 @@ class Secrets:
         return f"Secrets({', '.join(sorted(self._values))})"
 
     def __bool__(self) -> bool:
-        return bool(self._values)
+        return bool(self._forms)
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
+
+    def also(self, headers: Iterable[tuple[str, str]]) -> None:
+        """Hide the values of headers that the gateway sets, too: a server that repeats one must not reveal it."""
+        for name, value in headers:
+            if name.startswith(HARMLESS) or PREFIX in value:
+                continue
+            for text in {value, value.rpartition(" ")[2]}:
+                if len(text) >= TELLING and self._forms.setdefault(text.encode(), HEADER) is HEADER:
+                    self._forms.setdefault(in_json(text), HEADER)
+                    self._redaction = None
 
     def placeholders(self) -> dict[str, str]:
         """What a box finds in its environment under each name."""
