@@ -38,6 +38,7 @@ bench: setup  ## measure both engines against a plain table and DoltLite, then b
 	@$(PYTHON) -m bench $(ARGS)
 	@$(PYTHON) -m bench.boxes $(BOXES)
 	@$(PYTHON) -m bench.law
+	@$(PYTHON) -m bench.edges
 	@$(PYTHON) -m bench.agents
 	@$(PYTHON) -m bench.bundles
 	@$(PYTHON) -m bench.why

@@ -70,6 +70,7 @@ node nodejs test
 npm npm test
 bwrap bubblewrap bench
 podman podman bench
+wrk wrk bench
 END
 }
 
