@@ -61,6 +61,9 @@ mkfs.erofs erofs-utils run
 mkfs.ext4 e2fsprogs run
 debootstrap debootstrap run
 skopeo skopeo run
+/usr/lib/python3/dist-packages/ipykernel python3-ipykernel run
+/usr/lib/python3/dist-packages/matplotlib python3-matplotlib run
+/usr/lib/python3/dist-packages/pandas python3-pandas run
 git git test
 curl curl test
 strace strace test
@@ -158,6 +161,19 @@ missing=$(sandbox_packages "$@")
 # shellcheck disable=SC2086
 [ -z "$missing" ] || install_sandbox $missing
 newer_runsc
+
+# What JavaScript people install, for the tests that are theirs: exactly what package-lock.json names, and nothing of it is run.
+install_node_modules() {
+    want=$(cksum tests/node/package-lock.json)
+    [ "$(cat tests/node/node_modules/.made-from 2>/dev/null)" != "$want" ] && command -v npm >/dev/null || return 0
+    say "installing tests/node"
+    if (cd tests/node && npm ci --ignore-scripts --prefer-offline --no-audit --no-fund --loglevel=error </dev/null >&2); then
+        echo "$want" >tests/node/node_modules/.made-from
+    else
+        say "npm could not; tests in JavaScript are skipped"
+    fi
+}
+case " $* " in *" test "*) install_node_modules ;; esac
 
 # .venv/ is current when it was made here, by this script, from this pyproject.toml.
 want=$( (pwd; cat pyproject.toml tools/setup.sh) | cksum)

@@ -45,7 +45,7 @@ HIDDEN = ("usr/etc", "usr/src", "usr/local/etc", "usr/local/src")
 ETC = (
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl/certs", "ssl/openssl.cnf", "ca-certificates.conf", "os-release",
     "debian_version", "localtime", "timezone", "mime.types", "magic", "magic.mime", "protocols", "services", "rpc", "gai.conf",
-    "inputrc", "locale.alias", "terminfo", "python3", "python3.*", "perl", "java-*", "fonts", "shells",
+    "inputrc", "locale.alias", "terminfo", "python3", "python3.*", "perl", "java-*", "fonts", "matplotlibrc", "shells",
 )  # fmt: skip
 
 BORROWED_LINKS = ("/usr/", "/etc/alternatives/", "/etc/ssl/certs/", "/etc/java-")  # where links of those may lead
@@ -62,7 +62,7 @@ GROUPS = [
 ]  # fmt: skip
 SU = "auth sufficient pam_rootok.so\nauth required pam_deny.so\naccount required pam_permit.so\nsession required pam_permit.so\n"
 PROFILE = f"""\
-if [ "$(id -u)" -eq 0 ]; then PATH=/{inside.PLACE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+if [ "${{EUID:-$(id -u)}}" -eq 0 ]; then PATH=/{inside.PLACE}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 else PATH=/{inside.PLACE}/bin:/usr/local/bin:/usr/bin:/bin; fi
 export PATH
 for script in /etc/profile.d/*.sh; do [ -r "$script" ] && . "$script"; done; unset script
@@ -281,6 +281,7 @@ def build_mask(tree: Path, names: Iterable[str], ca: Path | None) -> None:
         "etc/pam.d",
         "etc/profile.d",
         "etc/default",
+        "etc/skel",
     ):
         _directory(tree / place, 0o755)
     (tree / "var/run").symlink_to("/run")
