@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     if shutil.which("wrk") is None:
         sys.exit("wrk is missing: make bench installs it")
     lines = measure(args.quick)
-    text = f"{MARK}\n\n`peer` is the same client against a server that answers at once and does nothing, or the same client alone.\n\n{table(HEAD, lines)}\n"
+    text = f"{MARK}\n\n`peer` is the same client against a server that answers at once and does nothing, or the same client alone.\n\n{table(HEAD, [line.cells() for line in lines])}\n"
     if not args.quick:
         keep_part(HERE / "results.md", MARK, text)
     print(text)
