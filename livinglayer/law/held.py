@@ -19,13 +19,13 @@ from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFo
 from ..sandbox.blueprint import NAME as BOX_NAME
 from ..sandbox.blueprint import VIRTUAL, Blueprint, check_variable
 from ..sandbox.client import blocking_client, run_blocking
-from ..sandbox.egress import rules
+from ..sandbox.egress import narrow, rules
 from ..sandbox.sandbox import Sandbox
 from ..substrate.ledger import Execution, Tx, now
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN, SYSTEM
 from ..substrate.values import datetime_text, json_text
-from . import contracts, usage
+from . import bridging, contracts, usage
 from . import secrets as vault
 from .blueprints import definer_of, guard, row_of, shape
 from .executions import traceparent
@@ -37,16 +37,16 @@ SHOWN = 1 << 20  # bytes of each stream that box.run gives back
 READABLE = 16 << 20  # bytes of a file that box.read gives back
 
 
-@verb("box.open", brief=False, hidden=("environment",))
+@verb("box.open", brief=False, hidden=("environment", "egress"), keyed=True)
 def open_(
     call: Call, *, blueprint: str, name: str | None = None, snapshot: str | None = None, timeout: float | None = None,
-    on_timeout: str = "kill", metadata: Object | None = None, environment: Object | None = None, egress: Items | None = None,
-    volumes: Items | None = None, resume: bool = False, public: bool = True, annotations: Object | None = None,
+    on_timeout: str = "kill", metadata: Object | None = None, environment: Object | None = None, egress: Any = None,
+    volumes: Items | None = None, resume: bool = False, keep_memory: bool = True, public: bool = True, annotations: Object | None = None,
 ) -> Any:  # fmt: skip
     """Open a box of a blueprint; it runs until its time is over or somebody kills it. What its environment holds is not recorded."""
     layer, asking = call.layer, call.asking
     making = Making(layer, asking.principal, blueprint, egress, environment, volumes, snapshot)
-    life = {"seconds": timeout, "then": on_timeout, "wakes": resume}
+    life = {"seconds": timeout, "then": on_timeout, "wakes": resume, "memory": keep_memory}
     if on_timeout not in ("kill", "pause"):
         raise Invalid(f"a box whose time is over is killed or paused, not {on_timeout!r:.60}")
     if timeout is not None and not 0 <= timeout <= 10 * 365 * 86400:
@@ -57,18 +57,18 @@ def open_(
     name = name or f"held-{key}"
     told = {"metadata": _texts("metadata", metadata), "public": public, "annotations": annotations or {}}
     asked = {
-        "blueprint": blueprint, "snapshot": snapshot, "timeout": timeout, "on_timeout": on_timeout, "resume": resume, "egress": egress,
+        "blueprint": blueprint, "snapshot": snapshot, "timeout": timeout, "on_timeout": on_timeout, "resume": resume, "egress": told_egress(egress),
         "volumes": volumes, "environment": sorted(environment or {}), **told,
     }  # fmt: skip
     execution = making.execution(call.execution, "box.open", name, key, asked, asking.key)
-    known = _intended(layer, execution, {**asked, "name": name if call.asking.key is None else None, "values": _sealed(environment)}, asking.key, making.snapshot)  # fmt: skip
+    known = _intended(layer, execution, {**asked, "name": name if call.asking.key is None else None, "values": _sealed({"environment": environment, "egress": egress})}, asking.key, making.snapshot)  # fmt: skip
     if known is not None:
         return again(layer, known)
     label = making.label(execution, {**told, "volumes": volumes or []})
     found = run_blocking(blocking_client().call({
         "do": "create", "blueprint": making.shape.plain() | {"secrets": None}, "session": blocking_client().session, "name": name,
         "snapshot": making.snapshot, "secrets": dict(making.values) or None, "warm": True, "life": life,
-        "labels": {**contracts.labels(layer.id, key), LABEL: label},
+        "labels": {**contracts.labels(layer.id, key), **bridging.labels(layer, asking.principal, making.shape.egress), LABEL: label},
     }))  # fmt: skip
     try:
         made(layer, [execution], [found], making.values)
@@ -82,7 +82,7 @@ class Making:
     """A box of a blueprint, decided and shaped, not made yet."""
 
     def __init__(
-        self, layer: Any, principal: int, blueprint: str, egress: Sequence[Any] | None = None,
+        self, layer: Any, principal: int, blueprint: str, egress: Any = None,
         environment: Mapping[str, Any] | None = None, volumes: Sequence[Any] | None = None, snapshot: str | None = None,
     ) -> None:  # fmt: skip
         self.layer, self.principal = layer, principal
@@ -93,7 +93,7 @@ class Making:
             raise NotFound(f"there is no snapshot {snapshot!r:.120}")
         self.snapshot: str | None = snapshot or self.row.get("snapshot")
         self.egress = narrowed(self.row, egress)
-        given = {**self.row, "egress": list(self.egress)}
+        given = lending(self.row, self.egress)
         self.values, bound, _ = vault.for_box(layer, given, principal)
         shaped = shape({**self.row, "egress": bound})
         guard(layer, shaped, definer_of(layer, "blueprint", self.row))
@@ -196,14 +196,32 @@ def taker(layer: Any, snapshot: str) -> int | None:
     return None if row is None else int(row[0])
 
 
-def narrowed(row: Mapping[str, Any], egress: Sequence[Any] | None) -> tuple[Any, ...]:
-    """The rules of a box: its blueprint's, or those given, each of which the blueprint must allow too."""
+def told_egress(egress: Any) -> Any:
+    """What was wanted of a box's egress as it is recorded: values of headers are not."""
+    return narrow.shown(egress) if isinstance(egress, Mapping) else [rules.shown(rule) for rule in egress or ()] or None
+
+
+def lending(row: Mapping[str, Any], egress: Sequence[Any]) -> dict[str, Any]:
+    """A blueprint's row with the rules of one box, and the secrets that these name."""
+    listed = {one if isinstance(one, str) else one.get("name") for one in row.get("secrets") or ()}
+    more = [name for name in narrow.secrets_of(egress) if name not in listed]
+    return {**row, "egress": list(egress), "secrets": [*(row.get("secrets") or ()), *more]}
+
+
+def narrowed(row: Mapping[str, Any], egress: Any) -> tuple[Any, ...]:
+    """The rules of a box: its blueprint's, or those given, each of which the blueprint must allow too; of lists, what they leave."""
     whole = tuple(row.get("egress") or ())
     if egress is None:
         return whole
+    if isinstance(egress, Mapping):
+        return tuple(narrow.narrow(whole, egress))
     theirs = [(written, rules.parse_one(written)) for written in whole]
     for mine in rules.parse(egress):
-        if mine.action == "allow" and not any(contracts.rule_within(mine, rule) for _, rule in theirs):
+        if (
+            mine.action == "allow"
+            and mine.box is None
+            and not any(contracts.rule_within(mine, rule) for _, rule in theirs)
+        ):
             raise Denied(
                 f"egress rule {mine.text} is not within what blueprint {row['name']!r} allows",
                 hint="a box narrows its blueprint",
@@ -227,11 +245,9 @@ def _texts(what: str, given: Any) -> dict[str, str]:
     return dict(given or {})
 
 
-def _sealed(environment: Mapping[str, Any] | None) -> str | None:
+def _sealed(given: Mapping[str, Any]) -> str:
     """Values that may be secrets, so that two requests can be compared and nobody can try them out."""
-    if not environment:
-        return None
-    text = json_text("environment", dict(environment))
+    text = json_text("given", dict(given))
     return hmac.new(contracts._channel_key(), text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -307,7 +323,8 @@ def info(box: str) -> dict[str, Any]:
 
 def told(found: Mapping[str, Any]) -> dict[str, Any]:
     """What this file has kept with a box; nothing for one that is not held."""
-    return json.loads(found["labels"].get(LABEL) or "{}")  # type: ignore[no-any-return]
+    held: dict[str, Any] = json.loads(found["labels"].get(LABEL) or "{}")
+    return held
 
 
 def resting(found: Mapping[str, Any]) -> bool:
@@ -419,25 +436,28 @@ def resume(call: Call, *, box: str, timeout: float | None = None, memory: bool =
 
 
 @verb("box.timeout")
-def timeout(call: Call, *, box: str, seconds: float) -> Any:
-    """Let a box run for so many seconds from now."""
+def timeout(call: Call, *, box: str, seconds: float, shorten: bool = True) -> Any:
+    """Let a box run for so many seconds from now; without `shorten` never less than it would have."""
     if not 0 <= seconds <= 10 * 365 * 86400:
         raise Invalid(f"{seconds!r} is not a number of seconds that a box may have")
-    return shown(call.layer, _box(call, box).change(life={"seconds": seconds}))
+    return shown(call.layer, _box(call, box).change(life={"seconds": seconds, "shorten": shorten}))
 
 
-@verb("box.egress")
-def egress(call: Call, *, box: str, rules: Items | None = None) -> Any:
+@verb("box.egress", hidden=("rules",))
+def egress(call: Call, *, box: str, rules: Any = None, annotations: Object | None = None) -> Any:
     """Other rules for what a box reaches from now on, within what its blueprint allows; without any, the blueprint's."""
     found = mine(call.layer, call.asking.principal, box)
-    row = find(call.layer, told(found)["blueprint"])
+    held = told(found)
+    row = find(call.layer, held["blueprint"])
     wanted = narrowed(row, rules)
-    values, bound, _ = vault.for_box(call.layer, {**row, "egress": list(wanted)}, call.asking.principal)
+    values, bound, _ = vault.for_box(call.layer, lending(row, wanted), call.asking.principal)
     sandbox = Sandbox.connect(found["id"])
     if set(values) - set(found["secrets"]):
         sandbox.lend(dict(values))
     sandbox.set_egress(bound)
-    return {"box": found["id"], "rules": list(wanted)}
+    held |= {"secrets": sorted(values), "annotations": {**(held.get("annotations") or {}), **(annotations or {})}}
+    sandbox.change(labels={**found["labels"], LABEL: label(held)})
+    return {"box": found["id"], "rules": told_egress(wanted)}
 
 
 @verb("box.run", hidden=("environment", "stdin"))
@@ -567,7 +587,7 @@ def fork(call: Call, *, box: str, count: int = 1, timeout: float | None = None) 
         for execution in executions:
             contracts.record(tx, execution, parent)
         tx.finish()
-    kept = {key: held[key] for key in ("metadata", "public", "annotations", "volumes") if key in held}
+    kept: dict[str, Any] = {key: held[key] for key in ("metadata", "public", "annotations", "volumes") if key in held}
     labels = [{**contracts.labels(layer.id, key), LABEL: making.label(execution, kept)} for execution, key in forks]
     try:
         children = run_blocking(blocking_client().call({

@@ -38,12 +38,13 @@ class Life:
     seconds: float | None = None  # from when it is said, and from each time it goes on
     then: Literal["kill", "pause"] = "kill"
     wakes: bool = False
+    memory: bool = True  # stays when it is paused
     until: float | None = None  # when its time is over, if that is running
 
     def change(self, given: object) -> None:
         """Take what is said of it; with `"shorten": False` its end never comes earlier than it would have."""
-        if not isinstance(given, Mapping) or set(given) - {"seconds", "then", "wakes", "shorten"}:
-            raise Invalid(f"the life of a box has seconds, then, wakes and shorten, not {given!r:.100}")
+        if not isinstance(given, Mapping) or set(given) - {"seconds", "then", "wakes", "memory", "shorten"}:
+            raise Invalid(f"the life of a box has seconds, then, wakes, memory and shorten, not {given!r:.100}")
         seconds = given.get("seconds", self.seconds)
         if seconds is not None and (
             isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST
@@ -52,6 +53,7 @@ class Life:
         if given.get("then", "kill") not in ("kill", "pause"):
             raise Invalid(f"a box whose time is over is killed or paused, not {given['then']!r:.60}")
         self.then, self.wakes = given.get("then", self.then), bool(given.get("wakes", self.wakes))
+        self.memory = bool(given.get("memory", self.memory))
         until = None if seconds is None else time.time() + seconds
         if given.get("shorten", True) or self.until is None or (until is not None and until > self.until):
             self.seconds, self.until = seconds, until
@@ -170,7 +172,7 @@ class Box:
         for command in (*self.commands.values(), *late):
             if command.pid == pid if tag is None else (command.notes or {}).get("tag") == tag:
                 return command
-        raise NotFound(f"process with {f'pid {pid}' if tag is None else f'tag {tag!r}'} not found")
+        raise NotFound(f"process with {f'pid {pid}' if tag is None else f'tag {tag!r}'} not found", of="process")
 
     def metrics(self) -> dict[str, Any]:
         """What it uses now."""

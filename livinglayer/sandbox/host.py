@@ -32,7 +32,7 @@ from .admission import Admission
 from .adoption import adopt
 from .blueprint import NAME, VIRTUAL, Blueprint, Tier
 from .box import Box, Life
-from .bridge import open_bridge
+from .bridge import meant, open_bridge
 from .building import build
 from .cgroups import Cgroup, Cgroups
 from .cgroups import remove as remove_cgroup
@@ -539,7 +539,7 @@ class Host:
         life.until = None
         try:
             if box.state == "running":
-                await self.rest(box)
+                await self.rest(box, life.memory)
         except LayerError as error:  # better gone on than gone
             box.trace.add("limit", limit="time", error=error.message)
             life.begin()
@@ -979,6 +979,8 @@ class Host:
             box.requests[verdict] += 1
         box.requests["up"] += event.get("up") or 0
         box.requests["down"] += event.get("down") or 0
+        if "to" in event and verdict == "allow":
+            fields["peer"] = meant(self, box, event["to"])
         box.trace.add("network", **fields)
         for used in event.get("secrets") or ():
             box.trace.add("secret", name=used, host=event.get("host"))

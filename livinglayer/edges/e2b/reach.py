@@ -110,7 +110,8 @@ def token(serving: Serving, id: str) -> str:
 
 
 def _known(serving: Serving) -> dict[str, Reached]:
-    return serving.more.setdefault("reached", {})  # type: ignore[no-any-return]
+    known: dict[str, Reached] = serving.more.setdefault("reached", {})
+    return known
 
 
 async def gone(error: Gone, scope: Scope, receive: Receive, send: Send) -> None:
