@@ -31,7 +31,7 @@ from ..substrate.predicates import both, compile_predicate
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import json_text
-from . import approvals, functions, models, stops, usage
+from . import approvals, bridging, functions, models, stops, usage
 from . import secrets as vault
 from .blueprints import definer_of, guard, row_by_id, row_of, shape
 from .executions import traceparent
@@ -142,7 +142,7 @@ def egress(row: Mapping[str, Any], blueprint: Mapping[str, Any] | None) -> tuple
         return tuple(whole)
     theirs = [(rule, rules.parse_one(rule)) for rule in whole]
     for mine in rules.parse(row["egress"]):
-        if mine.action == "allow" and not any(rule_within(mine, rule) for _, rule in theirs):
+        if mine.action == "allow" and mine.box is None and not any(rule_within(mine, rule) for _, rule in theirs):
             raise Invalid(
                 f"egress rule {mine.text} of contract {row['name']!r} is not within what its blueprint allows",
                 hint="a contract narrows its blueprint",
@@ -470,7 +470,8 @@ class Making:
         try:
             env = {**self.shape.env, "TRACEPARENT": execution.trace or ""}
             box = Sandbox.create(
-                name=self.name, blueprint=self.shape.changed(env=env), secrets=dict(self.values), labels=labels(self.layer.id, self.key),
+                name=self.name, blueprint=self.shape.changed(env=env), secrets=dict(self.values),
+                labels=labels(self.layer.id, self.key) | bridging.labels(self.layer, self.principal, self.shape.egress),
                 token=token(self.layer.id, self.key),
             )  # fmt: skip
             told = self.finish(execution, box)

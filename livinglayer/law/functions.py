@@ -19,7 +19,7 @@ from ..substrate.past import definer
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN, SYSTEM
 from ..substrate.values import json_text
-from . import runners, usage
+from . import bridging, runners, usage
 from . import secrets as vault
 from .blueprints import definer_of, guard, row_by_id, row_of, shape
 from .boxes import Program, drive
@@ -370,7 +370,11 @@ def prepare(layer: Any, run: Run, function: Function, bound: Mapping[str, Any], 
         timeout=function.timeout,
         env={"TRACEPARENT": run.execution.trace or ""},
         secrets=dict(values),
-        labels={"layer": layer.id, "execution": str(run.execution.id)},
+        labels={
+            "layer": layer.id,
+            "execution": str(run.execution.id),
+            **bridging.labels(layer, run.deciding, blueprint.egress),
+        },
         language=function.language,
     )
     if function.language == "executable":

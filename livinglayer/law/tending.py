@@ -19,7 +19,7 @@ from ..errors import Conflict, LayerError, NotFound
 from ..sandbox.sandbox import Sandbox
 from ..settings import state_directory
 from ..substrate.reads import clock
-from . import contracts, runners, usage
+from . import bridging, contracts, runners, usage
 from .kept import Ended, Kept
 
 LOOK = 0.5  # seconds between two looks for boxes
@@ -53,6 +53,8 @@ class Tending:
         while not self._stop.wait(LOOK):
             try:
                 self.turn()
+                if self.leads and _host_runs():
+                    bridging.look(self.layer)
             except LayerError as error:
                 log.warning("boxes of contracts: %s", error)
             except Exception as error:

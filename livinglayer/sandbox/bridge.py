@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import json
 import select
 import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Conflict, Denied, LayerError, NotFound
+from ..errors import Conflict, Denied, Invalid, LayerError, NotFound
 from .agent import failure
 from .blueprint import check_port
 from .box import Box
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
     from .host import Host
 
 TENANT = "layer"  # the label that says whose a box is: names of others' boxes do not exist
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+REACHES = "reaches"  # the label that says which it may connect to
 
 
 async def relay(host: "Host", box: Box, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,6 +93,10 @@ class Carried:
                 await asyncio.sleep(0.5)
         self._out.put_nowait(b"")
 
+    def cut(self) -> None:
+        """Let `run` end."""
+        self._out.put_nowait(b"")
+
     def close(self) -> None:
         """End it at once, whatever the program in the box thinks of that."""
         with contextlib.suppress(LayerError):
@@ -109,27 +117,50 @@ def _hung_up(peer: Any) -> bool:
 # From box to box
 
 
-def find(host: "Host", asking: Box, name: str, at: str | None) -> Box:
-    """The box that a name means for a box that asks: one of the same tenant, and if somebody decided which, that one.
+def meant(host: "Host", asking: Box, name: str) -> str | None:
+    """The id of the box that a name means for a box: as its layer's law has decided, or just the one of that name."""
+    if TENANT in asking.labels:
+        return reaches(asking).get(name)
+    return host.names.get(name) or name
 
-    Boxes of a layer reach what its law has decided (`at`); those of nobody in particular go by their names.
-    """
-    tenant = asking.labels.get(TENANT)
-    if at is None and tenant is not None:
-        raise Denied(f"no permission lets this box connect to box {name!r}", hint=f"layer grant WHO connect box:{name}")
-    found = host.boxes.get((host.names.get(name) or name) if at is None else at)
-    if found is None or found.state == "ended" or found.labels.get(TENANT) != tenant:
-        raise NotFound(f"there is no box {name!r}")
-    return found
+
+def reaches(box: Box) -> dict[str, str]:
+    """The boxes that a box of a layer may connect to: ids by the names that its rules use."""
+    found = json.loads(box.labels.get(REACHES) or "{}")
+    return found if isinstance(found, dict) else {}
+
+
+def reach(box: Box, boxes: Mapping[str, str]) -> None:
+    """Let a box of a layer connect to these from now on; what is open to others is cut."""
+    if not all(isinstance(name, str) and isinstance(id, str) for name, id in boxes.items()):
+        raise Invalid(f"boxes to reach are ids by name, not {boxes!r:.100}")
+    box.labels[REACHES] = json.dumps(dict(boxes))
+    for bridge in list(box.bridges):
+        if boxes.get(bridge.name) != bridge.carried.box.id:
+            bridge.carried.cut()
+
+
+@dataclass(frozen=True, eq=False)
+class Bridge:
+    """One connection from a box to another."""
+
+    name: str
+    carried: Carried
 
 
 async def open_bridge(host: "Host", event: dict[str, Any]) -> socket.socket:
     """A socket to the port of another box that the gateway asks for, carried until either side ends it."""
-    asking = host.boxes.get(str(event["box"]))
+    asking, name, port = host.boxes.get(str(event["box"])), str(event["to"]), check_port(event["port"])
     if asking is None:
         raise NotFound("the box that asked has ended")
-    box, port = find(host, asking, str(event["to"]), event.get("at")), check_port(event["port"])
-    box.touch()
+    id = meant(host, asking, name)
+    if id is None:
+        raise Denied(f"no permission lets this box connect to box {name!r}")
+    box = host.boxes.get(id)
+    if box is None or box.state == "ended" or box.labels.get(TENANT) != asking.labels.get(TENANT):
+        raise NotFound(f"there is no box {name!r}")
+    if box.state == "paused" and box.token is not None and not box.asleep:
+        raise Conflict(f"box {name!r} waits for somebody")  # under a contract: for a yes, which no connection is
     if box.state in ("paused", "suspended"):
         await host.resume(box)
     carried = Carried(await host.awake(box), port)
@@ -140,17 +171,24 @@ async def open_bridge(host: "Host", event: dict[str, Any]) -> socket.socket:
     except BaseException:
         carried.close()
         raise
-    host.spawn_task(_carry(box, asking, port, carried, streams))
+    bridge = Bridge(name, carried)
+    asking.bridges.add(bridge)
+    if meant(host, asking, name) != id:  # it was decided otherwise meanwhile
+        carried.cut()
+    host.spawn_task(_carry(asking, bridge, port, *streams))
     return theirs
 
 
-async def _carry(box: Box, asking: Box, port: int, carried: Carried, streams: Streams) -> None:
-    """One connection until its end, which the box it came to tells of as the one it came from does."""
-    began = asyncio.get_running_loop().time()
+async def _carry(
+    asking: Box, bridge: Bridge, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """One connection until its end, of which the box it came to tells as the one it came from does."""
+    carried, began = bridge.carried, time.time()
     try:
-        await carried.run(*streams)
+        await carried.run(reader, writer)
     finally:
-        box.trace.add(
-            "network", protocol="bridge", origin=asking.id, name=asking.name, port=port, verdict="allow",
-            received=carried.received, sent=carried.sent, seconds=round(asyncio.get_running_loop().time() - began, 6),
+        asking.bridges.discard(bridge)
+        carried.box.trace.add(
+            "network", began=began, protocol="bridge", origin=asking.id, name=asking.name, port=port, verdict="allow",
+            received=carried.received, sent=carried.sent,
         )  # fmt: skip

@@ -52,6 +52,7 @@ from .networks import Event, Gateway
 from .snapshots import Snapshots
 from .store import Collected
 from .trace import KEPT, Trace, prune
+from .volumes import Volumes
 from .waiting import WARM, Waiting
 from .zygote import Zygotes
 
@@ -120,6 +121,7 @@ class Host:
             self.gateway.refill()
         self.snapshots = Snapshots(self.disk, self.layers)
         self.images = Images(self.layers, self.snapshots)
+        self.volumes = Volumes(self.disk)
         self.zygote = Zygotes(self.state) if self.root else None
         await adopt(self)
         while self.cgroups.refill():

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from . import exchanges
 from .agent import Agent, Writing, failure
 from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
-from .bridge import relay
+from .bridge import reach, relay
 from .building import build
 from .changes import Change
 from .commands import Command, Stream, encode_exec, exec_flags
@@ -438,7 +438,9 @@ async def python(connection: Connection, request: dict[str, Any]) -> Any:
 @verb("follow")
 async def follow_(connection: Connection, request: dict[str, Any]) -> Any:
     command = _command(await connection.box(request), request, RETAINED)
-    if request.get("fresh"):  # as one that comes late to what it did not start: the process, then what it prints from now on
+    if request.get(
+        "fresh"
+    ):  # as one that comes late to what it did not start: the process, then what it prints from now on
         connection.send(STARTED, command.pid.to_bytes(4, "little"))
     follow(connection, command, owns=False, replay=not request.get("fresh"))
     return STREAMS
@@ -474,7 +476,7 @@ async def signal_(connection: Connection, request: dict[str, Any]) -> None:
 async def resize(connection: Connection, request: dict[str, Any]) -> None:
     command = _command(await connection.box(request), request)
     if not command.pty:
-        raise Conflict("tty not assigned to process", hint="it was started without a terminal")
+        raise Conflict("tty not assigned to process", hint="it was started without a terminal", of="process")
     command.resize(*(min(65535, max(1, int(request[key]))) for key in ("rows", "columns")))
 
 
@@ -488,7 +490,7 @@ async def input_(connection: Connection, request: dict[str, Any]) -> None:
         command.write(data)
         await command.taken()
     if request.get("close") and command.pty:
-        raise Conflict("cannot close stdin of a terminal", hint="send Ctrl-D (0x04) instead")
+        raise Conflict("cannot close stdin of a terminal", hint="send Ctrl-D (0x04) instead", of="process")
     if request.get("close") and command.stdin:
         command.stdin = False
         command.write(None)
@@ -498,9 +500,9 @@ def check_input(command: Command, terminal: bool | None) -> None:
     """Conflict when the command takes no input, or not there."""
     if terminal is not None and bool(terminal) != command.pty:
         kind = "a terminal, which is where its input goes" if command.pty else "no terminal"
-        raise Conflict(f"process {command.pid} has {kind}")
+        raise Conflict(f"process {command.pid} has {kind}", of="process")
     if command.over or not (command.stdin or command.pty):
-        raise Conflict(f"stdin of process {command.pid} is not enabled or closed", hint="start it with stdin=True")
+        raise Conflict(f"stdin of process {command.pid} is not enabled or closed", hint="start it with stdin=True", of="process")
 
 
 @verb("processes")
@@ -754,6 +756,14 @@ async def channel(connection: Connection, request: dict[str, Any]) -> Any:
     return STREAMS
 
 
+@verb("reach")
+async def reach_(connection: Connection, request: dict[str, Any]) -> None:
+    """Which boxes a box of a layer may connect to, by the names that its rules use."""
+    box = connection.host.find(request["box"])
+    reach(box, request["boxes"])
+    box.save(connection.host.records)
+
+
 @verb("expose")
 async def expose(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
     """A port of the box at an address of the host's loopback."""
@@ -828,6 +838,10 @@ async def list_(connection: Connection, request: dict[str, Any]) -> list[dict[st
         for box in host.boxes.values()
         if box.state != "starting"
         and wanted <= box.labels.items()
+        and (
+            not request.get("bridges")
+            or any(isinstance(rule, Mapping) and "box" in rule for rule in box.blueprint.egress)
+        )
         and box not in host.waiting
         and box not in host.keeping
     ]
@@ -1011,6 +1025,28 @@ async def image_export(connection: Connection, request: dict[str, Any]) -> str:
 @verb("image.remove")
 async def image_remove(connection: Connection, request: dict[str, Any]) -> None:
     await asyncio.to_thread(connection.host.images.remove, request["name"])
+
+
+@verb("volume.create")
+async def volume_create(connection: Connection, request: dict[str, Any]) -> None:
+    await asyncio.to_thread(connection.host.volumes.create, request["volume"], request["bytes"])
+
+
+@verb("volume.remove")
+async def volume_remove(connection: Connection, request: dict[str, Any]) -> None:
+    shapes = [box.blueprint for box in connection.host.boxes.values()]
+    await asyncio.to_thread(connection.host.volumes.remove, request["volume"], shapes)
+
+
+@verb("volume.open")
+async def volume_open(connection: Connection, request: dict[str, Any]) -> Any:
+    """A volume's directory, for a client that looks at its files."""
+    fd = os.open(connection.host.volumes.path(request["volume"]), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        connection.send_fds(RESULT, b"null", [fd])
+    finally:
+        os.close(fd)
+    return STREAMS
 
 
 @verb("collect")

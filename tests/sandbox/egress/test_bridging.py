@@ -9,6 +9,7 @@ import pytest
 from sandbox.hosts import Host, wait_until
 
 from livinglayer.errors import Invalid
+from livinglayer.sandbox.client import blocking_client, run_blocking
 from livinglayer.sandbox.egress.rules import Ask, decide, names_allowed, parse
 from livinglayer.sandbox.sandbox import Sandbox
 
@@ -31,6 +32,9 @@ http.server.ThreadingHTTPServer(("0.0.0.0", 8080), Page).serve_forever()
 """
 CONNECT = (
     "import socket, sys\ns = socket.create_connection((sys.argv[1], int(sys.argv[2])), 10)\nf = s.makefile('rwb')\n"
+)
+HOLD = CONNECT + (
+    "f.readline(); print('open', flush=True)\ntry: print('end', s.recv(1))\nexcept OSError as e: print('cut', e)"
 )
 
 
@@ -88,7 +92,7 @@ def test_a_rule_for_a_box_is_read_and_nothing_else_speaks_of_boxes() -> None:
         assert (decide(rules, ask) is not None) is allowed, ask
     assert not names_allowed(rules, "other.box.internal") and names_allowed(rules, "db.box.internal")
     for wrong in (
-        {"box": "db"}, {"box": "DB", "port": 1}, {"box": "a.b", "port": 1}, {"box": "../db", "port": 1}, {"box": 7, "port": 1}, {"at": "b1"},
+        {"box": "db"}, {"box": "DB", "port": 1}, {"box": "a.b", "port": 1}, {"box": "../db", "port": 1}, {"box": 7, "port": 1}, {"box": "db", "port": 1, "at": "b1"},
         {"box": "db", "port": 1, "host": "x.test"}, {"box": "db", "port": 1, "resolve": "10.0.0.1"}, {"box": "db", "port": 1, "private": True},
         {"box": "db", "port": 1, "secrets": ["K"]}, {"box": "db", "port": 443, "protocol": "https"}, {"box": "db", "port": 0},
         "http://db.box.internal:80", "*.box.internal", {"host": "DB.Box.Internal.", "port": 80},
@@ -146,25 +150,34 @@ def test_a_box_of_a_layer_reaches_only_what_its_law_has_decided(boxes: Callable[
     web = boxes(serves=True, name="web", labels=mine)
     foreign = boxes(serves=True, name="foreign", labels={"layer": "two"})
     free = boxes(serves=True, name="free")
-    box = boxes(name="asks", labels=mine, egress=[{"box": "web", "port": 8080}])
+    rules = [{"box": "web", "port": 8080}, {"box": "web", "port": 5432, "protocol": "tcp"}]
+    box = boxes(name="asks", labels=mine, egress=rules)
     status, said = get(box, "http://web.box.internal:8080/")
     assert status == 403 and "no permission lets this box connect to box 'web'" in said
-    for at, status in ((web.id, 200), (foreign.id, 502), (free.id, 502), ("web", 502), ("", 502), ("b-none", 502)):
-        box.set_egress([{"box": "web", "port": 8080, "at": at}])
-        assert get(box, "http://web.box.internal:8080/")[0] == status, at
+
+    def reach(boxes: dict[str, str]) -> None:
+        run_blocking(blocking_client().call({"do": "reach", "box": box.id, "boxes": boxes}))
+
+    for id, status in ((web.id, 200), (foreign.id, 502), (free.id, 502), ("web", 502), ("", 502), ("b-none", 502)):
+        reach({"web": id})
+        assert get(box, "http://web.box.internal:8080/")[0] == status, id
+    reach({"web": web.id})
+    held = box.start(["python3", "-c", HOLD, "web.box.internal", "5432"])
+    wait_until(lambda: sockets(web, 5432, "01") == 1, "it is open")
+    reach({"web": foreign.id})  # decided otherwise: what is open ends
+    assert "open\n" in held.wait().stdout.text
+    wait_until(lambda: sockets(web, 5432, "01") == 0, "its program was told")
+    [asked] = network(box, protocol="http", status=200)
+    assert (asked["to"], asked["peer"]) == ("web", web.id)
 
 
 def test_other_rules_cut_what_is_open_and_an_end_of_either_box_does(boxes: Callable[..., Any]) -> None:
     web = boxes(serves=True, name="web")
     rule = {"box": "web", "port": 5432, "protocol": "tcp"}
     box = boxes(name="asks", egress=[rule])
-    hold = (
-        CONNECT
-        + "f.readline(); print('open', flush=True)\ntry: print('end', s.recv(1))\nexcept OSError as e: print('cut', e)"
-    )
 
     def open_one() -> Any:
-        command = box.start(["python3", "-c", hold, "web.box.internal", "5432"])
+        command = box.start(["python3", "-c", HOLD, "web.box.internal", "5432"])
         wait_until(lambda: sockets(web, 5432, "01") == 1, "it is open")
         return command
 
