@@ -23,6 +23,7 @@ RESOURCES = {
     "bytes": ("x.sent + x.received", "bytes of network"),
     "tokens": ("", "tokens of models"),
     "money": ("", "money for models"),
+    "requests": ("", "requests to a server"),  # which each server counts for itself
 }
 MODELS = ("tokens", "money")  # which the outcome of a box says
 LIVE = "box/"  # leases of boxes that live now, with what they have used so far
@@ -99,7 +100,7 @@ def admit(layer: Any, principal: int, contract: int | None, resources: tuple[str
     Quotas of boxes are asked for those alone, with `resources`.
     """
     for quota in quotas(layer, principal, contract):
-        if quota.resource == "boxes" and "boxes" not in resources:
+        if quota.resource == "requests" or (quota.resource == "boxes" and "boxes" not in resources):
             continue
         used = spent(layer, quota, principal)
         if used >= quota.amount:
@@ -145,6 +146,8 @@ def held_by(layer: Any, session: Any, principal: int) -> frozenset[int]:
 
 def spent(layer: Any, quota: Quota, principal: int) -> float:
     """What counts against a quota now: what ended within its window, and what runs."""
+    if quota.resource == "requests":
+        return 0.0
     if quota.resource in MODELS:
         ended = sum(amount for _, amount in _asked(layer, quota, principal))
         return ended + _running(layer, quota, principal)

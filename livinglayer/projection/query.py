@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,6 +91,24 @@ def bind(projection: Projection, given: Mapping[str, Any]) -> dict[str, Any]:
             raise Invalid(f"{what} needs the parameter {name!r}", hint=f"{name}={each.type}")
         bound[name] = None if value is None else decode(each.type, each.encode(what, value, LARGEST))
     return bound
+
+
+def parsed(layer: Any, name: str, words: Mapping[str, str], *, principal: int, branch: str = "main") -> dict[str, Any]:
+    """Arguments from texts, by the types of the parameters; what is no parameter is left for `bind` to refuse."""
+    found = _find(layer, name, branch)
+    if found is None or not may_read(layer, principal, name, branch):
+        return dict(words)
+    given: dict[str, Any] = {}
+    for label, word in words.items():
+        each = found.parameters.get(label)
+        try:
+            given[label] = json.loads(word) if each is not None and each.type in _WRITTEN else word
+        except ValueError:
+            raise Invalid(f"projection {name}: {label}={word!r:.60} is not {each.type}") from None  # type: ignore[union-attr]
+    return given
+
+
+_WRITTEN = ("int", "float", "bool", "json", "ref")
 
 
 def check(layer: Any, row: Mapping[str, Any], principal: int, branch: str = "main") -> None:

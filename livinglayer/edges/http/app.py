@@ -173,7 +173,10 @@ def told(error: LayerError) -> Response:
     """An error as the native API tells it."""
     status = error.details.get("status", error.status)
     body: dict[str, Any] = {"code": error.code, "message": error.message, "hint": error.hint}
+    body |= {name: error.details[name] for name in ("rows", "execution") if error.details.get(name)}
     headers = {}
+    if (allowed := error.details.get("allow")) is not None:
+        headers["allow"] = str(allowed)
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = 'Bearer realm="layer"'
     if (after := error.details.get("retry_after")) is not None:
