@@ -21,6 +21,7 @@ from livinglayer.edges.cli import (
     functions,
     images,
     locate,
+    mcp,  # noqa: F401  (its command is in the table)
     projections,
     replay,
     rows,

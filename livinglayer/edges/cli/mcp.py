@@ -1,0 +1,31 @@
+"""The command `layer mcp`: the layer for a client of models that starts its servers itself."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from livinglayer.edges.cli.commands import acting, command
+from livinglayer.edges.cli.table import Printer
+
+if TYPE_CHECKING:
+    from livinglayer import Layer
+
+
+@command("mcp", flags="as")
+def mcp(layer: Layer, args: Namespace, out: Printer) -> None:
+    """Speak MCP on standard input and output, as you (or --as somebody), until the client hangs up."""
+    import asyncio
+
+    from livinglayer.edges.http.auth import Gate
+    from livinglayer.edges.http.metrics import Metrics
+    from livinglayer.edges.http.serving import Caller, Serving
+    from livinglayer.edges.mcp.server import speak
+
+    number = layer._acting(acting(args))
+    caller = Caller(number, layer._name_of(number), layer._as(number))
+    serving = Serving(layer, "", "", frozenset(), Gate(), Metrics())
+    try:
+        asyncio.run(speak(serving, caller))
+    finally:
+        serving.pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,1 @@
+"""MCP: the layer as tools and resources for models, over HTTP and stdio."""
