@@ -48,6 +48,9 @@ def up(layer: Layer, args: Namespace, out: Printer) -> int:
     layer._only_owner("serve the layer: the server acts for everybody")
     logs(out.json)
     listener = listening(args.host, args.port)
+    from livinglayer.edges.e2b import bases
+
+    bases.ensure(layer)
     serving = prepared(layer, args, listener.getsockname()[1])
     worker = None if args.no_worker else work_beside(layer)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
