@@ -12,6 +12,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 VIRTUAL: tuple[Tier, ...] = ("microvm", "vm")  # those whose files lie on a disk of their own
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 NAME = re.compile(r"[a-z][a-z0-9-]{0,40}")
+VOLUME = re.compile(r"volume:([a-z0-9]{1,40})")  # files that stay, by their id
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -29,7 +30,7 @@ def parse_size(value: object, what: str = "size") -> int:
 
 @dataclass(frozen=True)
 class Mount:
-    """A directory of the host that a box sees at `target`; it must be named by the person who makes the box, never by the box."""
+    """A directory of the host, or `volume:ID`, that a box sees at `target`; it must be named by the person who makes the box, never by the box."""
 
     source: str
     target: str
@@ -87,7 +88,9 @@ class Blueprint:
         for port in self.ports:
             check_port(port)
         for mount in self.mounts:
-            if not mount.target.startswith("/") or ".." in mount.target.split("/") or not mount.source.startswith("/"):
+            if not mount.target.startswith("/") or ".." in mount.target.split("/") or not (
+                mount.source.startswith("/") or VOLUME.fullmatch(mount.source)
+            ):
                 raise Invalid(f"mount {mount.source!r} at {mount.target!r} needs two absolute paths")
 
     @classmethod

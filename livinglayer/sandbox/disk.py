@@ -78,7 +78,7 @@ class Disk:
             kind, note, image = _mount(state, root, size)
             # Setuid files of a box's root lie here with uid 0: no other user of this machine may pass.
             root.chmod(0o700)
-            for name in ("boxes", "layers", "tmp"):
+            for name in ("boxes", "layers", "tmp", "volumes"):
                 (root / name).mkdir(exist_ok=True)
             disk = cls(root, kind, "none", note, image)
             if disk.btrfs:
@@ -101,6 +101,10 @@ class Disk:
     @property
     def layers(self) -> Path:
         return self.root / "layers"
+
+    @property
+    def volumes(self) -> Path:
+        return self.root / "volumes"
 
     @property
     def tmp(self) -> Path:

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,6 +84,7 @@ class Host:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._dead: dict[str, Box] = {}  # boxes that have ended and still hold something
         self.ended: dict[str, Trace] = {}  # traces of boxes that have ended, written behind
+        self.endings: deque[tuple[int, str, dict[str, str]]] = deque(maxlen=4096)  # the latest: mark, id, labels
         self._mask: tuple[float, tuple[str, ...]] = (-9.0, ())
         self._free = (0.0, 0)  # when the disk was last looked at, and what was free
         self.waiting = Waiting(self)
@@ -458,6 +459,7 @@ class Host:
         self.boxes.pop(box.id, None)
         self.admission.wake()
         self.ended[box.id] = box.trace
+        self.endings.append((box.trace.mark, box.id, box.labels))
         while len(self.ended) > KEPT:
             self.ended.pop(next(iter(self.ended)))
         self.used = time.monotonic()

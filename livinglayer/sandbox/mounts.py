@@ -24,7 +24,7 @@ MNT_DETACH = 2
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 _OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 _MOVE_MOUNT_F_EMPTY_PATH, _AT_EMPTY_PATH, _AT_FDCWD = 4, 0x1000, -100
-_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_IDMAP = 1, 2, 4, 0x00100000
 
 
 class _Attributes(ctypes.Structure):
@@ -66,6 +66,14 @@ def attach(tree: int, target: Path) -> None:
 def make_read_only(tree: int) -> None:
     """Nothing can be written through a detached tree; nothing in it is a device or gives rights."""
     attributes = _Attributes(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, 0, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    done = _libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), size)
+    _check(done, "mount_setattr")
+
+
+def map_ids(tree: int, userns: int) -> None:
+    """A detached tree's files belong to the ids of a user namespace; nothing in it is a device or gives rights."""
+    attributes = _Attributes(_MOUNT_ATTR_IDMAP | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV, 0, 0, userns)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     done = _libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), size)
     _check(done, "mount_setattr")

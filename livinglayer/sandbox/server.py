@@ -25,8 +25,8 @@ from .changes import Change
 from .commands import Command, Stream, encode_exec, exec_flags
 from .host import Host
 from .runs import Run
+from .trace import Trace, tail
 from .trace import read as read_trace
-from .trace import tail
 from .wire import (
     CALL,
     DONE,
@@ -441,7 +441,7 @@ async def follow_(connection: Connection, request: dict[str, Any]) -> Any:
     if request.get(
         "fresh"
     ):  # as one that comes late to what it did not start: the process, then what it prints from now on
-        connection.send(STARTED, command.pid.to_bytes(4, "little"))
+        connection.send(STARTED, struct.pack("<II", command.pid, command.pty))
     follow(connection, command, owns=False, replay=not request.get("fresh"))
     return STREAMS
 
@@ -845,6 +845,20 @@ async def list_(connection: Connection, request: dict[str, Any]) -> list[dict[st
         and box not in host.waiting
         and box not in host.keeping
     ]
+
+
+@verb("news")
+async def news(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """The boxes with these labels of which there is something new since a mark of this host, and those that ended since."""
+    host, wanted = connection.host, (request.get("labels") or {}).items()
+    since = int(request.get("since") or 0) if request.get("host") == host.started else 0
+    changed = [
+        {"id": box.id, "labels": dict(box.labels), "secrets": sorted(box.secrets)}
+        for box in host.boxes.values()
+        if box.trace.mark > since and box.state != "starting" and wanted <= box.labels.items()
+    ]
+    ended = [{"id": id, "labels": labels} for mark, id, labels in host.endings if mark > since and wanted <= labels.items()]
+    return {"host": host.started, "mark": Trace.count, "changed": changed, "ended": ended}
 
 
 @verb("kill")

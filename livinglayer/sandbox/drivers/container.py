@@ -72,7 +72,7 @@ class ContainerDriver:
         return ContainerGuest(self, spec, launch.Process(launch.remembered(spec)[0]), agent)
 
     def _run(self, stage: Path, spec: Spec, made: launch.Made, directory: Path, stdio: int) -> int:
-        bundle = launch.lay_out(stage, spec, made.root, self.native / "agent")
+        bundle = launch.lay_out(stage, spec, made, self.native / "agent")
         config = oci.config(
             root=bundle.root,
             agent=bundle.agent,

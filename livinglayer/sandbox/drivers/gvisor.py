@@ -177,7 +177,7 @@ class GvisorDriver:
         shutil.copy(
             (image or self.native) / "agent", directory / "agent"
         )  # a checkpoint goes with the agent it began with
-        bundle = launch.lay_out(stage, spec, made.root, directory / "agent")
+        bundle = launch.lay_out(stage, spec, made, directory / "agent")
         config = oci.config(
             root=bundle.root,
             agent=bundle.agent,

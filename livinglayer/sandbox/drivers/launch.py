@@ -26,7 +26,7 @@ from ..cgroups import Cgroup
 from ..disk import Disk
 from ..driver import Guest, Root, Spec
 from . import oci
-from .namespace import Spawner, open_mount
+from .namespace import Spawner, open_mount, source_of
 
 T = TypeVar("T")
 
@@ -205,17 +205,17 @@ class Bundle:
         return self.stage / "agent"
 
 
-def lay_out(stage: Path, spec: Spec, root: int, agent: Path) -> Bundle:
+def lay_out(stage: Path, spec: Spec, made: Made, agent: Path) -> Bundle:
     """The root, the agent and the mounts of a box beneath `stage`, an empty directory in a private namespace."""
     (stage / "root").mkdir()
-    mounts.attach(root, stage / "root")
+    mounts.attach(made.root, stage / "root")
     shutil.copyfile(agent, stage / "agent")  # not bound: a box sees where its mounts come from
     os.chmod(stage / "agent", 0o755)
     shown: list[tuple[Path, str, bool]] = []
     for number, wanted in enumerate(spec.blueprint.mounts):
         point = stage / f"mount{number}"
-        point.mkdir() if Path(wanted.source).is_dir() else point.touch()
-        tree = open_mount(wanted.source, wanted.readonly)
+        point.mkdir() if source_of(spec, wanted).is_dir() else point.touch()
+        tree = open_mount(spec, wanted, made.userns)
         try:
             mounts.attach(tree, point)
         finally:

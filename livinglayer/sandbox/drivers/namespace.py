@@ -16,9 +16,9 @@ from pathlib import Path
 
 from ...errors import Invalid, LimitExceeded, NotFound, Unavailable
 from ..agent import Agent
-from ..blueprint import Tier
+from ..blueprint import VOLUME, Mount, Tier
 from ..driver import Capabilities, Guest, Spec
-from ..mounts import clone, make_read_only
+from ..mounts import clone, make_read_only, map_ids
 from ..native import build
 
 HEAD = struct.Struct("<IIIIIIIIQ")
@@ -306,7 +306,9 @@ class NamespaceDriver:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         mounts: list[tuple[int, str]] = []
         try:
-            mounts = [(open_mount(mount.source, mount.readonly), mount.target) for mount in spec.blueprint.mounts]
+            for mount in spec.blueprint.mounts:
+                mark = "+" if VOLUME.fullmatch(mount.source) else ""  # the spawner maps its ids
+                mounts.append((open_mount(spec, mount), mark + mount.target))
             answer = self.spawner.spawn(spec, theirs.fileno(), mounts, [ours.fileno(), *spec.held] if spec.keep else [])
         except BaseException:
             ours.close()
@@ -357,14 +359,26 @@ def _ignore(answer: "asyncio.Future[tuple[int, int, list[int]]]") -> None:
         answer.exception()
 
 
-def open_mount(source: str, readonly: bool) -> int:
-    """A detached clone of a directory of the host, as a blueprint names it; NotFound when it is not there."""
+def open_mount(spec: Spec, mount: Mount, userns: int | None = None) -> int:
+    """A detached clone of a directory of the host, as a blueprint names it; NotFound when it is not there.
+
+    A volume's ids are mapped into `userns`, if that is there already.
+    """
+    volume = VOLUME.fullmatch(mount.source)
     try:
-        tree = clone(Path(source))
-        if readonly:
+        tree = clone(source_of(spec, mount))
+        if mount.readonly:
             make_read_only(tree)
+        if volume and userns is not None:
+            map_ids(tree, userns)
         return tree
     except FileNotFoundError:
-        raise NotFound(f"mount source {source!r} is not there") from None
+        raise NotFound(f"mount source {mount.source!r} is not there") from None
     except OSError as error:
-        raise Invalid(f"mount source {source!r} can't be mounted: {error}") from None
+        raise Invalid(f"mount source {mount.source!r} can't be mounted: {error}") from None
+
+
+def source_of(spec: Spec, mount: Mount) -> Path:
+    """Where on the host a mount's files lie."""
+    volume = VOLUME.fullmatch(mount.source)
+    return spec.root.upper.parent.parent / "volumes" / volume[1] if volume else Path(mount.source)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...errors import Invalid, LimitExceeded, Unavailable
 from ..agent import Agent
-from ..blueprint import Tier
+from ..blueprint import VOLUME, Tier
 from ..driver import Capabilities, Guest, Root, Spec
 from ..native import build
 
@@ -145,6 +145,8 @@ class ProcessDriver:
         build(self._state)
 
     async def start(self, spec: Spec) -> Guest:
+        if any(VOLUME.fullmatch(mount.source) for mount in spec.blueprint.mounts):
+            raise Invalid("tier 'process' can't show volumes to a box", hint="use tier namespace, container or gvisor")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)

@@ -76,6 +76,8 @@ int open_layer(const struct box *box, const char *name) {
     return fd;
 }
 
+int map_mount(int mount_fd, int user) { return set_attributes(mount_fd, MOUNT_ATTR_IDMAP | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID, user); }
+
 #ifndef WITHOUT_NOSUID
 #define ROOT_ATTRIBUTES (MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID)
 #else

@@ -40,6 +40,9 @@ int box_root(const struct box *box, const char **step);
 // One layer as a detached mount, idmapped into the box's range unless it is the host's own /. It may serve any box of that range.
 int open_layer(const struct box *box, const char *name);
 
+// A detached mount of the host's, mapped into a range of ids. It gives no rights and holds no devices.
+int map_mount(int mount_fd, int user);
+
 // The calling process joins a box that runs already: a fork of the Python zygote. Its pid namespace was joined before the fork.
 // `alone`: with an IPC namespace of its own, so that nothing of it is left there.
 int box_join(int pidfd, int root, const int *tasks, int task_count, uint32_t uid, uint32_t gid, bool alone, const struct sock_fprog *filter, const char **step);

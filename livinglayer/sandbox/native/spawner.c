@@ -245,6 +245,16 @@ static void spawn(const struct head *head, const char *at, const char *end, int 
     resident->flags = head->flags;
     box.base = resident->range->base;
     box.user = resident->range->user;
+    for (int i = 0; i < box.mount_count; i++) { // a volume: its files belong to the ids of whichever box sees them
+        if (box.mounts[i].path[0] != '+') continue;
+        box.mounts[i].path++;
+        if (map_mount(box.mounts[i].fd, box.user)) {
+            int error = errno;
+            give_range(resident->range);
+            free(resident);
+            return say(REPLY, head->serial, -error, 0, "volume", NULL, 0);
+        }
+    }
     find_layers(&box, resident->range);
     resident->next = residents;
     residents = resident;
