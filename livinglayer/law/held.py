@@ -231,6 +231,12 @@ def narrowed(row: Mapping[str, Any], egress: Any) -> tuple[Any, ...]:
     return (*(written for written, rule in theirs if rule.action == "deny"), *egress)
 
 
+def lent(layer: Any, principal: int, names: Sequence[str]) -> Mapping[str, str]:
+    """Values of secrets for a box that has them already, if its principal may still use them."""
+    values, _, _ = vault.for_box(layer, {"secrets": list(names), "egress": []}, principal)
+    return values
+
+
 def _mounts(layer: Any, principal: int, given: Sequence[Any] | None) -> tuple[Any, ...]:
     if not given:
         return ()

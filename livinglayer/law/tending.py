@@ -20,7 +20,9 @@ from ..sandbox.sandbox import Sandbox
 from ..settings import state_directory
 from ..substrate.reads import clock
 from . import bridging, contracts, runners, usage
+from .held import LABEL
 from .kept import Ended, Kept
+from .recorder import Recorder
 
 LOOK = 0.5  # seconds between two looks for boxes
 SWEEP = 10.0  # between two looks for boxes that nobody knows
@@ -40,6 +42,7 @@ class Tending:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._swept, self._told, self._seen = time.monotonic(), -1e9, 0
+        self.recorder = Recorder(self)
 
     def look(self) -> None:
         """Look now, and go on looking beside whatever else this process does."""
@@ -80,7 +83,7 @@ class Tending:
                 tx = clock(self.layer.engine, session)[0]
             waiting = []
             if tx != self._seen:  # else nothing can have begun since there was nothing to do
-                waiting = [each for each in open_boxes(self.layer) if each[0] not in self.kept]
+                waiting = [each for each in open_boxes(self.layer, held=False) if each[0] not in self.kept]
                 self._seen = 0 if waiting or self.kept else tx
             if waiting:
                 here = {found["labels"].get("box"): found for found in _boxes(self.layer)}
@@ -92,13 +95,23 @@ class Tending:
             if time.monotonic() - self._swept > SWEEP:
                 self._swept = time.monotonic()
                 self._sweep()
+            self.recorder.turn()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a box that somebody must look after."""
+        return bool(self.kept or self.recorder.lines or (self.leads and any(open_boxes(self.layer))))
 
     def _sweep(self) -> None:
         """Kill boxes that were made for this layer and never got an execution: whoever made them ended in between."""
         if not _host_runs():
             return
         late = time.time() - YOUNG
-        boxes = {key: box for box in _boxes(self.layer) if (key := box["labels"].get("box")) and box["created"] < late}
+        boxes = {
+            key: box
+            for box in _boxes(self.layer)  # a held one has an execution before it is there
+            if (key := box["labels"].get("box")) and box["created"] < late and LABEL not in box["labels"]
+        }
         for key in boxes.keys() - known_keys(self.layer) if boxes else ():
             log.warning("box %s of no execution is removed", boxes[key]["id"])
             Sandbox.connect(boxes[key]["id"]).kill()
@@ -132,6 +145,7 @@ class Tending:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(10)
+        self.recorder.close()
         for kept in self.kept.values():
             kept.stop.set()
         for kept in self.kept.values():
@@ -167,8 +181,9 @@ def was_made(layer: Any, number: int) -> str | None:
     return None if row is None else json.loads(row[0]).get("id")
 
 
-def open_boxes(layer: Any) -> Iterator[tuple[int, str, datetime]]:
-    """Executions of boxes on this machine that are not over: number, label, when they began."""
+def open_boxes(layer: Any, held: bool | None = None) -> Iterator[tuple[int, str, datetime]]:
+    """Executions of boxes on this machine that are not over: number, label, when they began. Those that are held, or those that are not."""
+    which = "" if held is None else f" and c.verb {'' if held else 'not '}in ('box.open', 'box.fork')"
     engine, here = layer.engine, contracts.home()
     at, given, started = (
         engine.schema_prefix,
@@ -179,7 +194,7 @@ def open_boxes(layer: Any) -> Iterator[tuple[int, str, datetime]]:
         rows = session.all(
             f"select l.execution, {given}, {started} from {at}ledger_lineage l join {at}ledger_call c on c.execution = l.execution"
             f" join {at}ledger_execution x on x.id = l.execution"
-            f" where not exists (select 1 from {at}ledger_outcome o where o.execution = l.execution) order by l.execution"
+            f" where not exists (select 1 from {at}ledger_outcome o where o.execution = l.execution){which} order by l.execution"
         )
     for number, text, began in rows:
         found = json.loads(text or "{}")

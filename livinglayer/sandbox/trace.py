@@ -15,16 +15,21 @@ LARGEST = 64 << 20  # bytes of one trace; what comes after is counted, not kept
 class Trace:
     """The events of one box; written behind, so that a command does not wait for a disk."""
 
+    count = 0  # events of all boxes
+
     def __init__(self, directory: Path, box: str) -> None:
         self.path = directory / f"{box}.jsonl"
         self._latest: collections.deque[dict[str, Any]] = collections.deque(maxlen=LATEST)
         self._pending: list[dict[str, Any]] = []
         self._size, self.dropped = 0, 0
+        self.mark = 0  # how many events there were of all boxes when the last of this one was added
         self.also: Callable[[dict[str, Any]], None] | None = None  # hears of every event at once
 
     def add(self, event: str, **fields: Any) -> dict[str, Any]:
         """Record one event with the time."""
         entry = {"at": time.time(), "event": event, **fields}
+        Trace.count += 1
+        self.mark = Trace.count
         self._latest.append(entry)
         self._pending.append(entry)
         if self.also:

@@ -10,7 +10,7 @@ import threading
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from livinglayer.edges.cli.commands import acting, arg, command
 from livinglayer.edges.cli.table import Printer
@@ -98,7 +98,6 @@ def keep(layer: Layer, args: Namespace, out: Printer) -> None:
     found.look()
     quiet = time.monotonic()
     while not stop.wait(0.5):
-        busy: Any = found.kept or (found.leads and any(tending.open_boxes(layer)))
-        quiet = time.monotonic() if busy else quiet
+        quiet = time.monotonic() if found.busy else quiet
         if time.monotonic() - quiet > args.idle:
             return
