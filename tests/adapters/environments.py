@@ -18,6 +18,7 @@ PINS = Path(__file__).parent / "requirements"
 KEPT = ROOT / ".venvs"
 NEEDS = {
     "inspect": ["inspect-ai==0.3.285", "pytest==9.1.1"],
+    "deepagents": ["deepagents==0.7.32", "langchain-tests==1.1.9"],
 }
 
 
@@ -59,6 +60,13 @@ def run(name: str, *words: str, environment: dict[str, str] | None = None, timeo
     )
     assert said.returncode == 0, said.stdout[-8000:]
     return said.stdout
+
+
+def checks(name: str, file: str, place: Path, environment: dict[str, str], *options: str) -> str:
+    """The last line of pytest, which ran a file beside this one in that environment, without what this project says to pytest."""
+    alone = ["-c", "/dev/null", "--rootdir", str(place), "--noconftest", "-p", "no:cacheprovider", "-q", *options]
+    said = run(name, "-m", "pytest", *alone, str(PINS.parent / file), environment=environment, timeout=400)
+    return said.splitlines()[-1]
 
 
 if __name__ == "__main__":

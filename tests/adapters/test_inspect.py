@@ -25,11 +25,8 @@ def here(host: Host, use: Callable[[Host], Host]) -> Host:
 
 @pytest.mark.parametrize("tier", [TIERS[1], *LATER])
 def test_inspects_own_checks_all_pass(tier: str, tmp_path: Path) -> None:
-    alone = ["-c", "/dev/null", "--rootdir", str(tmp_path), "--noconftest", "-p", "no:cacheprovider", "-q"]
-    said = environments.run(
-        "inspect", "-m", "pytest", *alone, str(HERE / "inspect_checks.py"), environment={"TIER": tier}, timeout=400
-    )
-    assert said.splitlines()[-1].startswith("44 passed in "), said
+    said = environments.checks("inspect", "inspect_checks.py", tmp_path, {"TIER": tier})
+    assert said.startswith("44 passed in "), said
     assert Sandbox.list(labels={"made-by": "inspect"}) == []
 
 
