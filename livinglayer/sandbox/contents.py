@@ -128,9 +128,20 @@ class Contents:
         return Writing(self, path, parts, force)
 
     def mkdir(
-        self, path: str, *, mode: int = 0o755, uid: int = USER_ID, gid: int = USER_ID, parents: bool = False
+        self,
+        path: str,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        parents: bool = False,
     ) -> Entry:
         """A directory; with `parents` those above it too, and then one that is there is fine."""
+        mode, uid, gid = (
+            0o755 if mode is None else mode,
+            USER_ID if uid is None else uid,
+            USER_ID if gid is None else gid,
+        )
         parts = _parts(path)
         if parents:
             self._above(parts[:-1], uid, gid)

@@ -6,6 +6,7 @@ import base64
 import functools
 import importlib
 import json
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,6 +32,7 @@ PAGE = 100  # boxes of a list at once, and no more
 BODY = 1 << 20  # bytes of a request
 NEVER = "2286-11-20T17:46:39Z"  # the end of a box that has none
 BOX = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+log = logging.getLogger("livinglayer.e2b")
 Act = Callable[["Asked", str], Awaitable[Response]]
 ROUTES: list[tuple[str, re.Pattern[str], Act]] = []
 ELSEWHERE = {
@@ -104,12 +106,15 @@ async def handle(serving: Serving, request: Request) -> Response:
         return await _handle(serving, request)
     except LayerError as error:
         return told(error)
+    except Exception:  # a text would make E2B's clients stumble
+        log.exception("%s %s", request.method, request.scope["path"])
+        return told(LayerError("something went wrong in the server; its log says more"))
 
 
 async def _handle(serving: Serving, request: Request) -> Response:
     path = request.scope["path"].strip("/")
     first = next((part for part in path.split("/") if not re.fullmatch(r"v\d", part)), "")
-    if first == "volumecontent":  # it has tokens of its own
+    if first == "volumecontent" or re.match("templates/uploads/", path):  # they have tokens of their own
         return await _elsewhere(first).handle(serving, request)
     caller = await authenticate(
         serving, request.headers, request.client.host if request.client else "", request.method, request.url.path
@@ -127,8 +132,8 @@ async def _handle(serving: Serving, request: Request) -> Response:
         id = found.groupdict().get("id", "")
         if id and first == "sandboxes" and not BOX.fullmatch(id):
             raise NotFound(f"there is no sandbox {id!r:.80}")
-        said = await _said(request) if method in ("POST", "PUT", "PATCH") else {}
-        return await act(Asked(serving, request, caller, said), unquote(id))
+        given = await said(request) if method in ("POST", "PUT", "PATCH") else {}
+        return await act(Asked(serving, request, caller, given), unquote(id))
     if wrong:
         raise LayerError(f"{request.method} is not for /{path:.120}", status=405)
     raise NotFound(f"there is nothing at /{path:.120}")
@@ -151,7 +156,8 @@ async def _is_snapshot(serving: Serving, request: Request, caller: Caller, path:
     return any(name in (row["name"], row["snapshot"]) for row in rows)
 
 
-async def _said(request: Request) -> dict[str, Any]:
+async def said(request: Request) -> dict[str, Any]:
+    """What a request's body says: a JSON object, or nothing."""
     data = await body(request, BODY)
     if not data.strip():
         return {}
