@@ -123,6 +123,10 @@ class Agent:
         self.on_close: Callable[[], None] = lambda: None
         self._loop.add_reader(connection.fileno(), self._readable)
 
+    def future(self) -> "asyncio.Future[None]":
+        """Of its loop."""
+        return self._loop.create_future()
+
     def fileno(self) -> int:
         """Of the host's end."""
         return self._socket.fileno()

@@ -18,6 +18,7 @@ from .blueprint import Blueprint
 from .commands import Command
 from .driver import Driver, Guest, Spec
 from .egress.rules import shown
+from .gathering import Gathering
 from .networks import Network
 from .trace import Trace
 from .wire import PAYLOAD_MAX
@@ -107,6 +108,7 @@ class Box:
         self.timers: list[asyncio.TimerHandle] = []
         self.root_fd: int | None = None  # of the zygote, opened at its first use
         self.listeners: dict[int, asyncio.Server] = {}  # exposed ports
+        self.gatherings: dict[str, Gathering] = {}
         self.bridges: set[Bridge] = set()  # connections of its programs to other boxes
         self.requests = {"allow": 0, "deny": 0, "up": 0, "down": 0}
         self._oom = 0

@@ -260,21 +260,15 @@ class AsyncFollowing:
         self._client, self._connection = client, connection
         self._over = False
 
-    async def next(self) -> tuple[int, bytes]:
-        """(STARTED, its process), (STDOUT or STDERR, bytes), then (RESULT, how it ended as JSON); an error is raised."""
-        kind, payload = await self._connection.receive()
-        if kind == RESULT or kind == ERROR:
+    async def next(self) -> list[tuple[int, bytes]]:
+        """What came: (STARTED, its process), (STDOUT or STDERR, bytes), at last (RESULT, how it ended) or (ERROR, why), both JSON."""
+        frames = await self._connection.some()
+        if frames[-1][0] in (RESULT, ERROR):
             self._over = True
             self._client.give(self._connection)
-            if kind == ERROR:
-                raise to_error(payload)
-        return kind, payload
+        return frames
 
-    def ready(self) -> list[tuple[int, bytes]]:
-        """What has come already, without an end."""
-        return self._connection.ready(RESULT, ERROR)
-
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Hear no more of it."""
         if not self._over:
             self._over = True
@@ -486,6 +480,23 @@ class AsyncFiles:
                         yield FileEvent(found, posixpath.join(path, name), mask)
         finally:
             connection.close()
+
+    async def gather(
+        self, path: str, *, recursive: bool = False, user: str | None = None, notes: Mapping[str, Any] | None = None
+    ) -> str:
+        """Let the host gather changes below a directory; the name under which they are asked for, whoever asks."""
+        more = {"recursive": recursive, "user": user, "notes": dict(notes or {})}
+        name: str = await self._call("gather", path, **more)
+        return name
+
+    async def gathered(self, name: str) -> dict[str, Any]:
+        """What was gathered since this was asked last: `events`, pairs of inotify's mask and a path below `path`, with its `notes`."""
+        found: dict[str, Any] = await self._client.call({"do": "files.gathered", "box": self._box, "name": name})
+        return found
+
+    async def gather_no_more(self, name: str) -> None:
+        """End it."""
+        await self._client.call({"do": "files.gather_no_more", "box": self._box, "name": name})
 
     async def upload(self, local: str | os.PathLike[str], path: str, *, user: str | None = None) -> int:
         """A file or a tree of the host's into the box; how many files."""
@@ -899,7 +910,7 @@ class AsyncSandbox:
             raise
         return AsyncFollowing(self._client, connection)
 
-    def input(
+    async def input(
         self, pid: int | None = None, tag: str | None = None, *, terminal: bool | None = None, close: bool = False
     ) -> AsyncInput:
         """Input for a command that others may follow, by its process or tag; with `close`, the end of its input."""
@@ -1153,6 +1164,9 @@ def _blocking(core: type, name: str) -> Any:
 
 Process = _blocking(AsyncProcess, "Process")
 Port = _blocking(AsyncPort, "Port")
+Writing = _blocking(AsyncWriting, "Writing")
+Input = _blocking(AsyncInput, "Input")
+Following = _blocking(AsyncFollowing, "Following")
 Files = _blocking(AsyncFiles, "Files")
 Sandbox = _blocking(_BlockingCore, "Sandbox")
 Images = _blocking(_BlockingImages, "Images")

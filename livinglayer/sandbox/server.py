@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -14,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import Conflict, Invalid, LayerError, TimedOut, Unavailable
+from ..errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from . import exchanges
 from .agent import Agent, Writing, failure
 from .blueprint import check_port, check_tier, check_variable
@@ -23,6 +24,7 @@ from .bridge import reach, relay
 from .building import build
 from .changes import Change
 from .commands import Command, Stream, encode_exec, exec_flags
+from .gathering import EACH, Gathering
 from .host import Host
 from .runs import Run
 from .trace import Trace, tail
@@ -736,6 +738,42 @@ async def files_watch(connection: Connection, request: dict[str, Any]) -> Any:
         recursive.to_bytes(4, "little") + text(_user(box, request)) + text(_path(request["path"])),
     )
     return STREAMS
+
+
+@verb("files.gather")
+async def files_gather(connection: Connection, request: dict[str, Any]) -> str:
+    """Begin to gather what happens below a directory; by which name it is asked for."""
+    box = await connection.box(request)
+    if len(box.gatherings) >= EACH:
+        raise LimitExceeded(f"box {box.id!r} has {EACH} watches already", of="path")
+    notes = request.get("notes")
+    made = Gathering(
+        box.agent, _path(request["path"]), bool(request.get("recursive")), _user(box, request), notes if isinstance(notes, dict) else {}
+    )  # fmt: skip
+    await made.started
+    name = "w" + secrets.token_hex(8)
+    box.gatherings[name] = made
+    return name
+
+
+@verb("files.gathered")
+async def files_gathered(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """What happened since this was asked last."""
+    made = _gathering(await connection.box(request), request)
+    return {"path": made.path, "notes": made.notes, "events": await made.take()}
+
+
+@verb("files.gather_no_more")
+async def files_gather_no_more(connection: Connection, request: dict[str, Any]) -> None:
+    box = await connection.box(request)
+    _gathering(box, request).close()
+    del box.gatherings[request["name"]]
+
+
+def _gathering(box: Box, request: dict[str, Any]) -> Gathering:
+    if (found := box.gatherings.get(str(request["name"]))) is None:
+        raise NotFound(f"watcher with id {request['name']} not found", of="watch")
+    return found
 
 
 # ---- ports ----

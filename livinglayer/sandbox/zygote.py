@@ -24,20 +24,28 @@ INLINE, MESSAGE = 100_000, 900_000  # bytes of code beyond which it goes by a fi
 REQUEST, ENDED = struct.Struct("<8I"), struct.Struct("<IiddQ")  # of native/zygote.c
 ALONE, ASIDE, EMPTY = 1, 2, 4
 PATIENCE = 0.02  # seconds before the output of a program is read as it comes: most have ended by then
+# For modules that would start threads, which no fork has, and that would leave files at home.
+THREADLESS = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HOME": "/proc",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
 PRELOADED = ("layer.py", "layer_run.py")
 # Names that tell that code wants what only the larger of the two has loaded; that one costs each of its children more.
 HEAVY = re.compile(
     rb"\b(pathlib|subprocess|hashlib|base64|tempfile|shutil|urllib|dataclasses|csv|decimal|statistics|asyncio|sqlite3|logging|socket|ssl"
     rb"|http|email|concurrent|inspect)\b"
 )
+KERNEL = re.compile(rb"\blayer_interpreter\b")
 USERS = {"user": (1000, 1000, "/home/user"), "root": (0, 0, "/root")}
 
 
 class Zygotes:
-    """Two fork servers: a small one for most code, one with more modules for code that names them."""
+    """Fork servers: a small one for most code, one with more modules for code that names them, one with what code interpreters load."""
 
     def __init__(self, state: Path) -> None:
-        self._usual, self._more = Zygote(state, False), Zygote(state, True)
+        self._usual, self._more, self._kernels = (Zygote(state, size) for size in range(3))
         self._there = os.path.exists(PYTHON)
 
     def serves(self, box: Box) -> bool:
@@ -67,20 +75,20 @@ class Zygotes:
         if isinstance(code, str):
             code = code.encode("utf-8", "surrogatepass")
         heavy = HEAVY.search(code) or (stdin and HEAVY.search(stdin))
-        zygote = self._more if heavy else self._usual
+        zygote = self._kernels if KERNEL.search(code) else self._more if heavy else self._usual
         return zygote.run(box, code, args, environment, cwd, user, timeout, stdin != b"", alone)
 
     def close(self) -> None:
-        """End both."""
-        self._usual.close()
-        self._more.close()
+        """End all of them."""
+        for zygote in (self._usual, self._more, self._kernels):
+            zygote.close()
 
 
 class Zygote:
-    """One fork server, started at first use and again when it has died; `more` modules or the usual ones."""
+    """One fork server, started at first use and again when it has died; its size says which modules it has."""
 
-    def __init__(self, state: Path, more: bool) -> None:
-        self._state, self._more, self._loop = state, more, asyncio.get_running_loop()
+    def __init__(self, state: Path, size: int) -> None:
+        self._state, self._size, self._loop = state, size, asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._running: dict[int, PythonCommand] = {}
@@ -102,14 +110,19 @@ class Zygote:
             _in_memory("filter", programs / "filter.bpf"),
         ]
         modules = {path.removesuffix(".py"): content for path, _, content in inside.files() if path in PRELOADED}
-        given = [*fds[1:], int(self._more)]
+        given = [*fds[1:], self._size]
         for name, content in modules.items():
             fds.append(_memory(name, content, 0))
         given += fds[-len(modules) :] if modules else []
         self._process = subprocess.Popen(
             [PYTHON, "-I", "-B", f"/proc/self/fd/{fds[0]}", *map(str, given), *modules],
             pass_fds=fds,
-            env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "LD_BIND_NOW": "1"},
+            env={
+                "LANG": "C.UTF-8",
+                "PATH": "/usr/bin:/bin",
+                "LD_BIND_NOW": "1",
+                **(THREADLESS if self._size > 1 else {}),
+            },
             stdin=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
@@ -322,7 +335,7 @@ class PythonCommand(Command):
         if not self.over:
             self._zygote.kill(self._serial_number, number)
 
-    def hold(self, on: bool) -> None:
+    def hold(self, on: bool, who: object = None) -> None:
         if on and not self._watched:
             self._watching.cancel()
         self._watched = True
