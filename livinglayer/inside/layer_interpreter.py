@@ -87,7 +87,14 @@ def kernel(file: str, cwd: str) -> None:
         sys.modules["numpy"].random.seed()
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     if "matplotlib" in sys.modules:
-        sys.modules["matplotlib"].rcParams["backend"] = os.environ["MPLBACKEND"]
+        matplotlib = sys.modules["matplotlib"]
+        matplotlib.rcParams["backend"] = os.environ["MPLBACKEND"]
+        os.makedirs(matplotlib.get_cachedir(), exist_ok=True)
+    packages = user_packages()
+    os.makedirs(packages, exist_ok=True)  # so that what is installed there can be imported at once
+    if packages not in sys.path:  # before Debian's, as Python has it
+        found = [at for at, place in enumerate(sys.path) if place.endswith("-packages")]
+        sys.path.insert(found[0] if found else len(sys.path), packages)
     os.chdir(cwd)
     config = Config()
     config.InteractiveShell.colors = "NoColor"
@@ -100,8 +107,6 @@ def kernel(file: str, cwd: str) -> None:
     formatters = shell.display_formatter.formatters
     for type, formatter in (("e2b/data", Frames), ("e2b/chart", Charts), ("application/json", Structures)):
         formatters[type] = formatter()(parent=shell.display_formatter)
-    for module in PACKAGES:  # as if nobody had asked for them
-        shell.user_ns.pop(module, None)
     sys.path[:] = [
         "",
         *[place for place in sys.path if place and os.path.abspath(place) != os.path.dirname(__file__)],
@@ -241,11 +246,19 @@ class Nursery:
             theirs.send(json.dumps(problem or pid).encode())
 
 
+def user_packages() -> str:
+    """Where pip installs for the box's user; we may have been loaded where there was none."""
+    import site
+
+    site.USER_BASE = site.USER_SITE = None
+    return site.getusersitepackages()
+
+
 def _newer() -> bool:
     """Whether somebody has installed one of the packages that we have loaded already."""
     import site
 
-    places = [site.getusersitepackages(), *(place for place in site.getsitepackages() if "/local/" in place)]
+    places = [user_packages(), *(place for place in site.getsitepackages() if "/local/" in place)]
     return any(
         os.path.isdir(os.path.join(place, name))
         for name in (*PACKAGES, "IPython", "ipykernel", "traitlets", "zmq")

@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-# What code in a box tends to import; loaded once, shared by every child. What a child does not need costs it, too: so there are two of us.
+# What code in a box tends to import; loaded once, shared by every child. What a child does not need costs it, too: so there are three of us.
 USUAL = (
     "json", "re", "math", "random", "datetime", "collections", "itertools", "functools", "typing", "io", "time", "traceback", "threading",
     "string", "contextlib", "textwrap", "linecache", "copy", "enum", "operator", "bisect", "heapq", "uuid", "_sha3",
@@ -31,6 +31,14 @@ MORE = (
     "pathlib", "subprocess", "hashlib", "base64", "tempfile", "shutil", "urllib.request", "urllib.parse", "dataclasses", "csv", "decimal",
     "statistics", "asyncio", "sqlite3", "logging", "socket", "ssl", "http.client",
 )  # fmt: skip
+KERNEL = (
+    "ipykernel.kernelapp",
+    "ipykernel.zmqshell",
+    "jupyter_client.session",
+    "matplotlib_inline.backend_inline",
+    "matplotlib.pyplot",
+    "pandas",
+)
 
 REQUEST = struct.Struct("<IIII")  # of native/zygote.c
 HEAD, ASIDE = 32, 2  # bytes before the working directory; a flag: the code comes as a file
@@ -138,6 +146,28 @@ def join_pages() -> None:
                 libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), COLLAPSE)
 
 
+def load(names: tuple[str, ...]) -> None:
+    """Import what there is of some modules."""
+    for name in names:
+        try:
+            __import__(name)
+        except ImportError:
+            pass
+
+
+def load_kernels() -> None:
+    """What a code interpreter needs; matplotlib makes a directory for the lack of a home, and complains of that."""
+    import logging
+    import shutil
+
+    log = logging.getLogger("matplotlib")
+    log.setLevel(logging.CRITICAL)
+    load(KERNEL)
+    log.setLevel(logging.NOTSET)
+    if made := os.environ.get("MPLCONFIGDIR"):
+        shutil.rmtree(made)
+
+
 def preload(fds: dict[str, int]) -> None:
     """Our own modules that boxes have at /opt/livinglayer, as if imported from there."""
     for name, fd in fds.items():
@@ -172,11 +202,9 @@ def main() -> None:
     number, library_fd, filter_fd, more = (int(text) for text in sys.argv[1:5])
     rest = sys.argv[5:]  # fds of modules, then their names
     pieces = gather()
-    for name in (*USUAL, *(MORE if more else ())):
-        try:
-            __import__(name)
-        except ImportError:
-            pass
+    load((*USUAL, *(MORE if more else ())))
+    if more > 1:
+        load_kernels()
     preload(dict(zip(rest[len(rest) // 2 :], map(int, rest), strict=False)))
     library = ctypes.PyDLL(f"/proc/self/fd/{library_fd}", use_errno=True)
     with open(filter_fd, "rb") as file:
