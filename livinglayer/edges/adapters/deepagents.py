@@ -60,4 +60,5 @@ class BoxBackend(BaseSandbox):
         try:
             return act(path, *args), None
         except LayerError as error:
-            return None, ERRORS.get(error.details.get("errno", 0), error.message)  # type: ignore[call-overload, no-any-return]
+            number = error.details.get("errno")
+            return None, ERRORS.get(number, error.message) if isinstance(number, int) else error.message
