@@ -100,7 +100,7 @@ class Making:
         for variable, value in (environment or {}).items():
             check_variable(variable, value)
         self.shape: Blueprint = shaped.changed(
-            env={**shaped.env, **(environment or {})}, mounts=(*shaped.mounts, *_mounts(layer, principal, volumes))
+            env={**shaped.env, **(environment or {})}, mounts=(*shaped.mounts, *_mounts(layer, principal, volumes, shaped.tier))
         )
 
     def execution(
@@ -237,12 +237,12 @@ def lent(layer: Any, principal: int, names: Sequence[str]) -> Mapping[str, str]:
     return values
 
 
-def _mounts(layer: Any, principal: int, given: Sequence[Any] | None) -> tuple[Any, ...]:
+def _mounts(layer: Any, principal: int, given: Sequence[Any] | None, tier: str) -> tuple[Any, ...]:
     if not given:
         return ()
     from . import volumes
 
-    return tuple(volumes.mounts(layer, principal, given))
+    return tuple(volumes.mounts(layer, principal, given, tier))
 
 
 def _texts(what: str, given: Any) -> dict[str, str]:
@@ -354,7 +354,7 @@ def shown(layer: Any, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moment(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def owned(layer: Any, principal: int, found: Mapping[str, Any]) -> bool:

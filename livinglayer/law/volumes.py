@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import Conflict, Invalid, LayerError, NotFound, Unauthenticated, Unavailable
-from ..sandbox.blueprint import VIRTUAL, parse_size
+from ..sandbox.blueprint import VIRTUAL, Mount, parse_size
 from ..sandbox.client import blocking_client, run_blocking
 from ..sandbox.contents import Contents, opened
 from ..settings import state_directory
@@ -37,7 +37,7 @@ def create(call: Call, *, name: str, bytes: Any = None) -> Any:
     size = BYTES if bytes is None else parse_size(bytes, "bytes")
     if size > MOST:
         raise Invalid(f"a volume holds {MOST} bytes at most")
-    _may(layer, principal, name)
+    _may(layer, principal)
     id = f"vol{secrets.token_hex(8)}"
     row = {"name": name, "principal": principal, "place": f"{contracts.home()}/{id}", "annotations": {"bytes": size}}
 
@@ -91,15 +91,13 @@ def id_of(row: Mapping[str, Any]) -> str:
     return str(row["place"]).rpartition("/")[2]
 
 
-def mounts(
-    layer: Any, principal: int, given: Sequence[Mapping[str, Any]], tier: str | None = None
-) -> list[dict[str, Any]]:
+def mounts(layer: Any, principal: int, given: Sequence[Mapping[str, Any]], tier: str | None = None) -> list[Mount]:
     """What a box's blueprint mounts for volumes that were asked for as {"name", "path"}."""
     if isinstance(given, str | bytes) or not isinstance(given, Sequence) or len(given) > MOUNTS:
         raise Invalid(f"volumes of a box are a list of up to {MOUNTS}", hint='[{"name": "data", "path": "/mnt/data"}]')
     if given and (tier == "process" or tier in VIRTUAL):
         raise Invalid(f"tier {tier!r} can't show volumes to a box", hint="use tier namespace, container or gvisor")
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Mount] = {}
     for one in given:
         if not isinstance(one, Mapping) or not isinstance(path := one.get("path"), str) or set(one) - {"name", "path", "readonly"}:  # fmt: skip
             raise Invalid("a volume of a box has a name and a path", hint='{"name": "data", "path": "/mnt/data"}')
@@ -115,7 +113,7 @@ def mounts(
         readonly = one.get("readonly", False)
         if not isinstance(readonly, bool):
             raise Invalid("readonly is true or false")
-        found[target] = {"source": f"volume:{id_of(row)}", "target": target, "readonly": readonly}
+        found[target] = Mount(f"volume:{id_of(row)}", target, readonly)
     return list(found.values())
 
 
@@ -151,8 +149,8 @@ def _named(name: object) -> bool:
     )
 
 
-def _may(layer: Any, principal: int, name: str) -> None:
-    policy, resource = _policy(layer, principal), f"volume:{name}"
+def _may(layer: Any, principal: int) -> None:
+    policy, resource = _policy(layer, principal), "verb:volume.create"
     allowed, grants = policy.outright("call", resource)
     if not allowed:
         raise policy.refusal("call", resource, grants, named=True)
