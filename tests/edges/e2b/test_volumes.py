@@ -153,7 +153,7 @@ def test_whoever_has_no_token_of_it_reaches_nothing(server: Server, volume: Any)
 
 def test_a_volume_is_its_principals_own(server: Server, volume: Any) -> None:
     key = server.key("ann")
-    with pytest.raises(e2b.VolumeException, match="may not call verb:volume.create"):
+    with pytest.raises(e2b.VolumeException, match=r"may not call verb:volume\.create"):
         e2b.Volume.create("mine", api_key=key)
     server.layer.grant("ann", "call", "verb:volume.create")
     server.layer.grant("ann", "call", "box:base")
