@@ -525,12 +525,13 @@ def stop(state: Path) -> None:
     with contextlib.suppress(OSError, ValueError):
         pid = int((state / "run" / "host.pid").read_text())
         os.kill(pid, 15)
-        for _ in range(400):
+        for _ in range(6000):
             if (
                 Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
             ):  # a child of ours, if we started it
                 return
             time.sleep(0.05)
+        sys.exit(f"the host of {state} does not end: what is mounted there must not be removed")
 
 
 if __name__ == "__main__":

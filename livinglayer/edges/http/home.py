@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
@@ -13,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from ...errors import LayerError, NotFound, Unauthenticated
-from ...law import tokens
+from ...law import held, tokens
 from ...substrate.reads import clock
 from . import auth
 from .serving import Caller, body
@@ -88,18 +87,13 @@ def snippets(serving: Serving, caller: Caller) -> list[tuple[str, str]]:
 
 
 def boxes(layer: Any) -> list[dict[str, Any]]:
-    """The boxes this principal may see."""
+    """The boxes this principal may use, newest first."""
     try:
-        from ...law import held
-    except ImportError:
+        found = [held.shown(layer, box) for box in held.boxes(layer, layer._me)]
+    except LayerError:  # no host of boxes runs here
         return []
-    try:
-        return [
-            {"box": one["id"], "blueprint": one.get("blueprint"), "tier": one["tier"], "state": one["state"], "since": moment(one["created"])}
-            for one in held.visible(layer)[:ROWS]
-        ]  # fmt: skip
-    except LayerError:
-        return []
+    newest = sorted(found, key=lambda box: box["started"], reverse=True)[:ROWS]
+    return [{**box, "since": box["started"][:19].replace("T", " ")} for box in newest]
 
 
 def executions(layer: Any) -> list[dict[str, Any]]:
@@ -110,12 +104,7 @@ def executions(layer: Any) -> list[dict[str, Any]]:
         )
     except LayerError:
         return []
-    return [{**row, "started": moment(row["started"])} for row in rows]
-
-
-def moment(at: Any) -> str:
-    at = at if isinstance(at, datetime) else datetime.fromtimestamp(float(at))
-    return at.strftime("%Y-%m-%d %H:%M:%S")
+    return [{**row, "started": row["started"].strftime("%Y-%m-%d %H:%M:%S")} for row in rows]
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...], nothing: str) -> str:
