@@ -145,10 +145,17 @@ def _number(word: str) -> int:
     return int(word)
 
 
+def _known(caller: Caller, name: str) -> Any:
+    found = caller.layer.schema().by_name.get(name)
+    if found is None:
+        raise NotFound(f"there is no entity {name!r:.120}", hint="layer://schema")
+    return found
+
+
 def _schema(caller: Caller, words: list[str], given: dict[str, str]) -> Content:
     known = caller.layer.schema()
     if len(words) == 2:
-        return _json(entity_of(known.get(words[1])))
+        return _json(entity_of(_known(caller, words[1])))
     if not known.entities:
         raise NotFound("there is nothing to read for you")
     return _json({"entities": [entity_of(each) for each in known.entities]})
@@ -159,13 +166,13 @@ def _entity(caller: Caller, words: list[str], given: dict[str, str]) -> Content:
         raise NotFound("rows have a limit and an offset")
     limit, offset = (_number(given.get(key, default)) for key, default in (("limit", str(ROWS)), ("offset", "0")))
     limit = max(1, min(limit, MOST))
-    name = caller.layer.schema().get(words[1]).name
+    name = _known(caller, words[1]).name
     rows = caller.layer.query(f"select * from {name} order by id limit {limit + 1} offset {offset}")
     return _json({"entity": name} | paged(rows, offset, limit))
 
 
 def _row(caller: Caller, words: list[str], given: dict[str, str]) -> Content:
-    name, number = caller.layer.schema().get(words[1]).name, _number(words[2])
+    name, number = _known(caller, words[1]).name, _number(words[2])
     rows = caller.layer.query(f"select * from {name} where id = :id", {"id": number})
     if not rows:
         raise NotFound(f"there is no {name}/{number}")

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import mcp_types as types
 from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
@@ -319,7 +318,6 @@ def asgi(serving: Serving) -> ASGIApp:
         headers, client, method = Headers(scope=scope), scope.get("client"), scope["method"]
         if scope["path"].rstrip("/") != "/mcp":
             raise NotFound(f"there is nothing at {scope['path']!r:.120}", hint="/mcp")
-        _check_origin(serving, headers)
         caller = await authenticate(serving, headers, client[0] if client else "", method, scope["path"])
         if method not in ("GET", "POST", "DELETE"):
             raise Invalid(f"MCP takes no {method}", hint="POST", status=405)
@@ -335,13 +333,6 @@ def asgi(serving: Serving) -> ASGIApp:
         await manager.handle_request({**scope, CALLER: caller, "user": user}, _patient(serving, receive), send)
 
     return app
-
-
-def _check_origin(serving: Serving, headers: Headers) -> None:
-    """A page of a stranger may not make a browser ask us."""
-    origin = headers.get("origin")
-    if origin is not None and (urlsplit(origin).hostname or "") not in serving.hosts:
-        raise Denied(f"pages of {origin!r:.120} may not use this server", hint="layer up --allow-host NAME")
 
 
 def _patient(serving: Serving, receive: Receive) -> Receive:

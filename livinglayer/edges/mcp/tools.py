@@ -277,7 +277,9 @@ def answer(value: Any, error: bool = False) -> types.CallToolResult:
     if value is None:
         value = {"done": True}
     data = json.loads(dumps(value if isinstance(value, dict) else {"value": value}))
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace").decode()
+    said = data.get("text")  # what is meant to be read is not told in quotes
+    text = said if isinstance(said, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = text.encode("utf-8", "replace").decode()
     if len(text) > SHOWN * 4:  # tools cut what they give themselves; this is for what they could not foresee
         cut = {"characters": len(text), "beginning": text[:SHOWN]}
         data = {"cut": cut, "hint": "ask for less: fewer rows, fields or steps"}

@@ -1,0 +1,87 @@
+"""Tasks: long work is an execution that any server knows, also after a restart; others' are not there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from edges.mcp.clients import NEW, ask, over_http, refused, run, use
+from edges.serving import Server
+
+TASKS = {"extensions": {"io.modelcontextprotocol/tasks": {}}}
+SLOW = "import time\ndef main(seconds, fail=False):\n    time.sleep(seconds)\n    assert not fail, 'as asked'\n    return {'slept': seconds}\n"
+
+
+@pytest.fixture(scope="module")
+def desk(server: Server) -> Server:
+    signature = {"arguments": {"seconds": "float!", "fail": "bool"}}
+    server.layer.call("function.define", name="nap.take", code=SLOW, signature=signature, timeout=60)
+    for name in ("ann", "ben"):
+        server.principal(name)
+        server.layer.grant(name, "call", "function:nap.take")
+    return server
+
+
+def nap(desk: Server, principal: str = "ann", **arguments: Any) -> dict[str, Any]:
+    params = {"name": "call_nap_take", "arguments": arguments}
+    found: dict[str, Any] = ask(desk, "tools/call", params, principal, capabilities=TASKS)["result"]
+    return found
+
+
+def task(
+    desk: Server, method: str, id: str, principal: str = "ann", capabilities: Any = TASKS, **more: Any
+) -> dict[str, Any]:
+    return ask(desk, f"tasks/{method}", {"taskId": id, **more}, principal, capabilities=capabilities)
+
+
+def ended(desk: Server, id: str) -> dict[str, Any]:
+    until = time.monotonic() + 40
+    while (found := task(desk, "get", id)["result"])["status"] == "working" and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def test_short_work_is_answered_at_once_and_long_work_is_a_task(desk: Server) -> None:
+    assert nap(desk, seconds=0)["structuredContent"]["value"] == {"slept": 0}
+    made = nap(desk, seconds=4)
+    assert made["resultType"] == "task" and made["status"] == "working" and made["ttlMs"] is None
+    assert task(desk, "get", made["taskId"])["result"]["resultType"] == "complete"
+    for wrong in (task(desk, "get", made["taskId"], "ben"), task(desk, "get", "99999999"), task(desk, "get", "x"), task(desk, "cancel", made["taskId"], "ben")):  # fmt: skip
+        assert wrong["error"]["code"] == -32602 and "there is no" in wrong["error"]["message"]
+    found = ended(desk, made["taskId"])
+    assert found["status"] == "completed"
+    told = found["result"]["structuredContent"]
+    assert told == {"value": {"slept": 4}, "execution": int(made["taskId"])}
+    assert (
+        task(desk, "update", made["taskId"], inputResponses={"approval-1": {"action": "accept"}})["result"][
+            "resultType"
+        ]
+        == "complete"
+    )
+
+
+def test_work_that_fails_is_completed_with_its_error(desk: Server) -> None:
+    found = ended(desk, nap(desk, seconds=3, fail=True)["taskId"])
+    assert found["status"] == "completed" and found["result"]["isError"]
+    assert "as asked" in found["result"]["structuredContent"]["error"]["message"]
+
+
+def test_cancelled_work_ends(desk: Server) -> None:
+    made = nap(desk, seconds=50)
+    began = time.monotonic()
+    assert "result" in task(desk, "cancel", made["taskId"])
+    found = ended(desk, made["taskId"])
+    assert found["status"] != "working" and time.monotonic() - began < 30
+    assert "result" in task(desk, "cancel", made["taskId"])  # asking again is fine
+
+
+def test_clients_that_know_no_tasks_wait(desk: Server) -> None:
+    async def act() -> None:
+        async with over_http(desk, "ann", NEW) as client:
+            assert (await use(client, "call_nap_take", seconds=2.5))["value"] == {"slept": 2.5}
+            assert (await refused(client, "call_nap_take", seconds=0, fail=True))["code"] == "failed"
+
+    run(act())
+    answer = task(desk, "get", "2000", capabilities={})
+    assert answer["error"]["code"] == -32021
