@@ -516,7 +516,7 @@ class Ask:
                 continue
             told = json.loads(stored or "null")
             if kind == "box":
-                data["ran_in"] = {name: told.get(name) for name in ("id", "tier", "reused", "snapshot")}
+                data.setdefault("ran_in", {name: told.get(name) for name in ("id", "tier", "reused", "snapshot")})
             else:
                 yield Node("step", {"n": n, "step": kind, "detail": told, "at": decode("datetime", when)})
 

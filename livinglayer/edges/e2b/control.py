@@ -321,9 +321,9 @@ async def list_(asked: Asked, _: str) -> Response:
         place = (box["created"], box["id"])
         if begin is not None and (place >= begin if order == "desc" else place <= begin):
             continue
-        if after is not None and box["created"] <= after:
-            continue
         one = held.shown(asked.caller.layer, box)
+        if after is not None and datetime.fromisoformat(one["started"]) <= after:
+            continue
         if one["state"] not in states or not wanted.items() <= one["metadata"].items():
             continue
         if not template or template in (_template(one), one["blueprint"]):
@@ -337,14 +337,14 @@ def _page(found: list[tuple[tuple[float, str], dict[str, Any]]], limit: int) -> 
     return JSONResponse([one for _, one in found[:limit]], headers=headers)
 
 
-def _time(text: str | None) -> float | None:
+def _time(text: str | None) -> datetime | None:
     if text is None:
         return None
     try:
         found = datetime.fromisoformat(text.replace(" ", "+"))  # a plus that was not quoted
     except ValueError:
         raise Invalid(f"'startedAfter' must be a time, not {text!r:.60}") from None
-    return found.replace(tzinfo=found.tzinfo or UTC).timestamp()
+    return found.replace(tzinfo=found.tzinfo or UTC)
 
 
 def _token(place: tuple[float, str]) -> str:
