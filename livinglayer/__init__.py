@@ -4,16 +4,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .layer import Layer, open, restore
+    from .remote import RemoteLayer, connect
     from .substrate.branches import Merge
     from .substrate.permissions import Decision
     from .substrate.verify import Report
 
-__all__ = ["Decision", "Layer", "Merge", "Report", "open", "restore"]
+__all__ = ["Decision", "Layer", "Merge", "RemoteLayer", "Report", "connect", "open", "restore"]
 
 _HOMES = {
     "Layer": "layer",
     "open": "layer",
     "restore": "layer",
+    "connect": "remote",
+    "RemoteLayer": "remote",
     "Merge": "substrate.branches",
     "Decision": "substrate.permissions",
     "Report": "substrate.verify",

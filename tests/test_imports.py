@@ -14,16 +14,18 @@ GROUND = {"errors", "settings"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "settings": {"errors"},
+    "typed": {"errors"},
+    "remote": GROUND | {"typed", "substrate", "law"},  # a client; it gives answers in the shapes of the embedded layer
     "substrate": GROUND,
     "inside": set(),  # runs in boxes, alone with the standard library
     "sandbox": GROUND,  # the box knows nothing of the database
-    "projection": GROUND | {"substrate"},
+    "projection": GROUND | {"typed", "substrate"},
     "law": GROUND | {"substrate", "sandbox", "projection"},
     "bundle": GROUND | {"substrate", "law"},
     "jobs": GROUND | {"substrate", "sandbox", "projection", "law", "bundle"},
     "layer": GROUND | {"substrate", "sandbox", "projection", "law", "bundle", "jobs"},  # the facade people hold
-    "": GROUND | {"layer", "substrate"},  # livinglayer/__init__.py: the names people import
-    "edges": GROUND | {"", "layer", "substrate", "sandbox", "projection", "law", "bundle", "jobs"},
+    "": GROUND | {"layer", "remote", "substrate"},  # livinglayer/__init__.py: the names people import
+    "edges": GROUND | {"", "layer", "remote", "typed", "substrate", "sandbox", "projection", "law", "bundle", "jobs"},
 }
 # The engines' drivers stay behind the substrate, so that nothing else can tell the engines apart.
 DRIVERS = {"apsw", "sqlite3", "psycopg"}
