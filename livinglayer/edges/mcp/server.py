@@ -24,6 +24,7 @@ from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler
 from mcp.shared.exceptions import MCPError
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import Denied, Invalid, LayerError, LimitExceeded, NotFound
@@ -330,7 +331,10 @@ def asgi(serving: Serving) -> ASGIApp:
                     "too many sessions are open", hint="end those you don't use with DELETE", retry_after=60
                 )
         user = AuthenticatedUser(AccessToken(token="", client_id=who, scopes=[], subject=who))
-        await manager.handle_request({**scope, CALLER: caller, "user": user}, _patient(serving, receive), send)
+        try:
+            await manager.handle_request({**scope, CALLER: caller, "user": user}, _patient(serving, receive), send)
+        except ClientDisconnect:
+            raise Invalid(f"the request did not arrive within {PATIENCE:g} seconds", status=408) from None
 
     return app
 

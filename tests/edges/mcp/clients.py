@@ -18,6 +18,7 @@ from mcp.shared._httpx_utils import create_mcp_http_client
 T = TypeVar("T")
 MODES = ("legacy", "2026-07-28")
 NEW = "2026-07-28"
+HTTP = httpx.Client(timeout=30)  # making one takes longer than asking
 HEADERS = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
 
 
@@ -72,7 +73,7 @@ def post(server: Server, body: Any, principal: str | None = "owner", headers: di
     if principal is not None:
         sent.setdefault("authorization", f"Bearer {server.token(principal)}")
     given = {"content": body} if isinstance(body, bytes | str) else {"json": body}
-    return httpx.post(f"{server.url}/mcp", headers=sent, timeout=30, **given, **more)
+    return HTTP.post(f"{server.url}/mcp", headers=sent, **given, **more)
 
 
 def asked(method: str, params: dict[str, Any] | None = None, id: Any = 1, capabilities: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
