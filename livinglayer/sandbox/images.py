@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gzip
 import hashlib
@@ -39,7 +40,7 @@ from livinglayer.sandbox.oci import (
     write_layer,
 )
 from livinglayer.sandbox.snapshots import Snapshots
-from livinglayer.sandbox.steps import Step
+from livinglayer.sandbox.steps import ASIDE, Step
 from livinglayer.sandbox.steps import read as read_step
 from livinglayer.sandbox.store import HASH
 from livinglayer.sandbox.tree import scan
@@ -123,7 +124,10 @@ class Images:
             config, blobs = read_image(source)
             return self._take(source, config, blobs, name, progress)
 
-    def pull(self, reference: str, name: str | None = None, tls: bool = True, progress: Progress = quiet) -> Image:
+    def pull(
+        self, reference: str, name: str | None = None, tls: bool = True, progress: Progress = quiet, seconds: float = SECONDS,
+        login: tuple[str, str] | None = None,
+    ) -> Image:  # fmt: skip
         """An image from a registry, by skopeo; without `tls` also from one that speaks plain HTTP."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}", reference):
             raise Invalid(f"{reference!r} can't be an image's address", hint="as in registry.example/name:tag")
@@ -133,11 +137,15 @@ class Images:
             raise Unavailable("skopeo is missing", hint="apt-get install skopeo")
         aside = Path(tempfile.mkdtemp(prefix="pull-", dir=self.disk.tmp))
         try:
-            command = ["skopeo", "--command-timeout", f"{SECONDS}s"]
+            command = ["skopeo", "--command-timeout", f"{max(1, round(seconds))}s"]
             command += [] if Path("/etc/containers/policy.json").exists() else ["--insecure-policy"]
+            command += ["copy", "--quiet"]
+            if login is not None:  # in a file, since arguments can be seen by others
+                coded = base64.b64encode(":".join(login).encode()).decode()
+                (aside / "auth.json").touch(0o600)
+                (aside / "auth.json").write_text(json.dumps({"auths": {reference.partition("/")[0]: {"auth": coded}}}))
+                command += ["--src-authfile", str(aside / "auth.json")]
             command += [
-                "copy",
-                "--quiet",
                 f"--src-tls-verify={'true' if tls else 'false'}",
                 f"docker://{reference}",
                 f"oci:{aside}/image:it",
@@ -346,6 +354,7 @@ class Images:
         ground = names[0] if base == HOST else ""  # a host's files have no hash; its mask changes with its /
         for number, step in enumerate(checked, 1):
             key = blake3(json.dumps([1, chain, ground, step.key], separators=(",", ":")).encode()).hexdigest()
+            cache = cache and not step.force
             done = self.store.find_ref("step", key) if cache else None
             if done is not None and await asyncio.to_thread(self._have, done["layers"]):
                 progress(f"step {number} of {len(checked)}: {step.shown} (kept from before)")
@@ -371,6 +380,8 @@ class Images:
             if step.files:
                 await asyncio.to_thread(self._write_files, upper / "u", layers, step.files)
             else:
+                if step.archive is not None:
+                    await asyncio.to_thread(self._unpack, upper / "u", step.archive)
                 ran = await run(layers, step.argv, upper=upper, user=step.user, env=step.env, cwd=step.cwd)
                 if ran.exit_code:
                     said = ran.output[-2000:].decode(errors="replace").strip()
@@ -395,6 +406,20 @@ class Images:
             return [kept.id]
         finally:
             self.disk.destroy(sealed)
+
+    def _unpack(self, upper: Path, archive: Path) -> None:
+        """An archive that anybody may have written, in a directory of its own."""
+        aside = upper / ASIDE
+        aside.mkdir(mode=0o755)
+        left = [self.caps.bytes]
+
+        def budget(count: int) -> None:
+            left[0] -= count
+            if left[0] < 0:
+                raise LimitExceeded(f"the files unpack to more than {self.caps.bytes} bytes")
+
+        with open(archive, "rb") as file:
+            unpack(Packed(file, "the files", self.caps, budget), "the files", Tree(aside, []), self.caps)
 
     def _write_files(self, upper: Path, layers: tuple[str, ...], files: Mapping[str, bytes]) -> None:
         """Files of a step go through the same door as those of an archive."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import functools
 import json
 import os
 import secrets
@@ -26,6 +27,7 @@ from .changes import Change
 from .commands import Command, Stream, encode_exec, exec_flags
 from .gathering import EACH, Gathering
 from .host import Host
+from .images import SECONDS
 from .runs import Run
 from .trace import Trace, tail
 from .trace import read as read_trace
@@ -504,7 +506,9 @@ def check_input(command: Command, terminal: bool | None) -> None:
         kind = "a terminal, which is where its input goes" if command.pty else "no terminal"
         raise Conflict(f"process {command.pid} has {kind}", of="process")
     if command.over or not (command.stdin or command.pty):
-        raise Conflict(f"stdin of process {command.pid} is not enabled or closed", hint="start it with stdin=True", of="process")
+        raise Conflict(
+            f"stdin of process {command.pid} is not enabled or closed", hint="start it with stdin=True", of="process"
+        )
 
 
 @verb("processes")
@@ -895,7 +899,9 @@ async def news(connection: Connection, request: dict[str, Any]) -> dict[str, Any
         for box in host.boxes.values()
         if box.trace.mark > since and box.state != "starting" and wanted <= box.labels.items()
     ]
-    ended = [{"id": id, "labels": labels} for mark, id, labels in host.endings if mark > since and wanted <= labels.items()]
+    ended = [
+        {"id": id, "labels": labels} for mark, id, labels in host.endings if mark > since and wanted <= labels.items()
+    ]
     return {"host": host.started, "mark": Trace.count, "changed": changed, "ended": ended}
 
 
@@ -1049,17 +1055,26 @@ async def image_import(connection: Connection, request: dict[str, Any]) -> dict[
 
 @verb("image.pull")
 async def image_pull(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
-    pull, tls = connection.host.images.pull, request.get("tls", True)
-    return asdict(await asyncio.to_thread(pull, request["reference"], request.get("name"), tls, connection.say))
+    tls, seconds = request.get("tls", True), float(request.get("seconds") or SECONDS)
+    login = None if (given := request.get("login")) is None else (str(given[0]), str(given[1]))
+    pull = functools.partial(connection.host.images.pull, request["reference"], request.get("name"), tls)
+    return asdict(await asyncio.to_thread(pull, connection.say, seconds, login))
 
 
 @verb("image.build")
 async def image_build(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
     egress, cache = request.get("egress") or [], request.get("cache", True)
-    made = await build(
-        connection.host, request["name"], request["base"], request["steps"], egress, connection.say, cache
-    )
-    return asdict(made)
+    seconds, name = request.get("seconds"), request["name"]
+    hear = (lambda line: connection.say(f"> {line}")) if request.get("output") else None
+    try:
+        async with asyncio.timeout(None if seconds is None else float(seconds)):
+            return asdict(
+                await build(
+                    connection.host, name, request["base"], request["steps"], egress, connection.say, cache, hear
+                )
+            )
+    except TimeoutError:
+        raise TimedOut(f"the build of {name!r} took longer than {seconds:g} seconds") from None
 
 
 @verb("image.export")
