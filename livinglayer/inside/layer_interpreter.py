@@ -104,6 +104,9 @@ def kernel(file: str, cwd: str) -> None:
     IPKernelApp._instance = app
     app.initialize([])
     shell = app.shell
+    inline = sys.modules.get("matplotlib_inline.backend_inline")
+    if inline is not None:  # it was loaded where there was no shell to make itself known to
+        inline._enable_matplotlib_integration()
     formatters = shell.display_formatter.formatters
     for type, formatter in (("e2b/data", Frames), ("e2b/chart", Charts), ("application/json", Structures)):
         formatters[type] = formatter()(parent=shell.display_formatter)
@@ -789,7 +792,7 @@ def serve() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is ignored here, a shell of ours could not hear
     Handler.contexts = Contexts(server.socket)
     threading.Thread(target=Handler.contexts.usual, args=["python"], daemon=True).start()
     server.serve_forever()
