@@ -71,6 +71,7 @@ runc runc test
 umoci umoci test
 node nodejs test
 npm npm test
+chromium chromium test
 bwrap bubblewrap bench
 podman podman bench
 wrk wrk bench
