@@ -31,7 +31,7 @@ from ...errors import Denied, Invalid, LayerError, LimitExceeded, NotFound
 from ...law.contracts import token
 from ..http.auth import authenticate
 from ..http.serving import PATIENCE, Caller, Serving
-from . import acts, apps, resources, tasks, tools
+from . import acts, apps, prompts, resources, tasks, tools
 from .asking import Context, ask
 from .tools import TOOLS, Tool, Use
 from .watching import Listener, Watcher, event_sender
@@ -49,6 +49,7 @@ Change things with `propose_change` (a fork and its diff; then `merge` or `disca
 Everything you do is recorded as the principal whose token you hold; what it may not do is not listed."""
 HINTS = {
     "tools/list": CacheHint(5000),
+    "prompts/list": CacheHint(5000),
     "resources/list": CacheHint(5000),
     "resources/templates/list": CacheHint(3_600_000),
 }
@@ -77,7 +78,7 @@ class Speaking:
             get_tool_input_schema=lambda name: None,  # no argument of ours is told in headers, too
             on_list_tools=self.list_tools, on_call_tool=self.call_tool, on_list_resources=self.list_resources,
             on_list_resource_templates=self.list_templates, on_read_resource=self.read_resource,
-            on_subscribe_resource=self.subscribe, on_unsubscribe_resource=self.unsubscribe, on_subscriptions_listen=self.listen,
+            on_list_prompts=self.list_prompts, on_get_prompt=self.get_prompt, on_subscribe_resource=self.subscribe, on_unsubscribe_resource=self.unsubscribe, on_subscriptions_listen=self.listen,
         )  # fmt: skip
         self.server.extensions = {tasks.EXTENSION: {}, apps.EXTENSION: {"mimeTypes": [apps.TYPE]}}
         self.server.add_request_handler("tasks/get", tasks.TaskParams, self.get_task)
@@ -242,6 +243,16 @@ class Speaking:
             self.listening[caller.principal] -= 1
             self.watcher.remove(listener)
 
+    # Prompts
+
+    async def list_prompts(self, ctx: Context, params: types.PaginatedRequestParams | None) -> types.ListPromptsResult:
+        part, following = _part(prompts.offered(await self.do(tools.offer, self.who(ctx))), params)
+        return types.ListPromptsResult(prompts=part, next_cursor=following)
+
+    async def get_prompt(self, ctx: Context, params: types.GetPromptRequestParams) -> types.GetPromptResult:
+        offered = await self.do(tools.offer, self.who(ctx))
+        return await self.do(prompts.get, params.name, params.arguments or {}, offered)
+
     # Tasks
 
     def _knows_tasks(self, ctx: Context) -> Caller:
@@ -332,7 +343,11 @@ def asgi(serving: Serving) -> ASGIApp:
                 )
         user = AuthenticatedUser(AccessToken(token="", client_id=who, scopes=[], subject=who))
         try:
-            await manager.handle_request({**scope, CALLER: caller, "user": user}, _patient(serving, receive), send)
+            plain = [
+                (name, value.strip(b" \t")) for name, value in scope["headers"]
+            ]  # what HTTP lets stand around a value
+            inner = {**scope, "headers": plain, CALLER: caller, "user": user}
+            await manager.handle_request(inner, _patient(serving, receive), send)
         except ClientDisconnect:
             raise Invalid(f"the request did not arrive within {PATIENCE:g} seconds", status=408) from None
 
