@@ -29,8 +29,14 @@ class Asker:
             body = json.dumps(body).encode()
         if body is not None:
             sent.setdefault("Content-Type", "application/json")
-        self.connection.request(method, path + (f"?{urlencode(given)}" if given else ""), body, sent)
-        found = self.connection.getresponse()
+        target = path + (f"?{urlencode(given)}" if given else "")
+        try:
+            self.connection.request(method, target, body, sent)
+            found = self.connection.getresponse()
+        except (http.client.HTTPException, OSError):  # it was restarted meanwhile
+            self.connection.close()
+            self.connection.request(method, target, body, sent)
+            found = self.connection.getresponse()
         return Answer(found.status, dict(found.getheaders()), found.read())
 
     def post(self, verb: str, headers: dict[str, str] | None = None, **arguments: Any) -> Answer:
@@ -163,7 +169,7 @@ def test_an_idempotency_key_holds_for_every_verb(owner: Asker, ann: Asker) -> No
         ("b", "entity.define", {"name": "once", "fields": {"a": "int"}}, {"name": "twice", "fields": {"a": "int"}}),
         ("c", "branch.fork", {"name": "onlyonce"}, {"name": "twice"}),
         ("d", "row.change", {"changes": [{"do": "insert", "entity": "item", "values": {"name": "ann"}}]}, {"changes": [{"do": "insert", "entity": "item", "values": {"name": "b"}}]}),
-        ("e", "secret.set", {"name": "s", "value": "one"}, {"name": "s", "value": "two"}),
+        ("e", "secret.set", {"name": "s", "value": "one-one"}, {"name": "s", "value": "two-two"}),
     ):  # fmt: skip
         first = owner.post(verb, {"Idempotency-Key": key}, **one)
         again = owner.post(verb, {"Idempotency-Key": key}, **one)
@@ -185,7 +191,7 @@ def test_an_idempotency_key_holds_for_every_verb(owner: Asker, ann: Asker) -> No
         (b'{"entity": "item", "values": {"name": "x", "qty": 99999999999999999999}}', None, 400), (b'{"entity": "item", "values": {"name": "\\u0000"}}', None, 400),
         (b'{"entity": "item", "values": {"name": "x", "qty": 1e400}}', None, 400), (b'{"entity": 5, "values": {}}', None, 400), (b'{"entity": "item"}', None, 400),
         (b'{"entity": "item", "values": "x"}', None, 400), (b'{"entity": "item", "values": [1]}', None, 400), (b'{"entity": "item", "values": {"name": {}}}', None, 400),
-        (b'{"entity": "item", "values": {}, "more": 1}', None, 400), (b'{"entity": "", "values": {}}', None, 404), (b'{"entity": "nowhere", "values": {}}', None, 404),
+        (b'{"entity": "item", "values": {}, "more": 1}', None, 400), (b'{"entity": "", "values": {}}', None, 400), (b'{"entity": "nowhere", "values": {}}', None, 400),
         (b'{"entity": "permission", "values": {}}', None, 403), (b"entity=item", "application/x-www-form-urlencoded", 415), (b"{}", "text/plain", 415),
         (b"\x00" * 100, None, 400), (b"x" * (17 << 20), None, 413),
     ],
@@ -323,22 +329,25 @@ def test_what_is_anothers_is_not_there(ann: Asker, ben: Asker, owner: Asker) -> 
 
 
 def test_functions_and_projections_are_there_for_those_who_may(owner: Asker, ann: Asker, ben: Asker) -> None:
-    owner.post("function.define", name="double", code="def main(n): return n * 2", signature={"arguments": {"n": "int!"}}).result  # noqa: B018  # fmt: skip
-    owner.post("permission.grant", principal="ann", action="call", resource="function:double").result  # noqa: B018
+    owner.post("function.define", name="number.double", code="def main(n): return n * 2", signature={"arguments": {"n": "int!"}}).result  # noqa: B018  # fmt: skip
+    owner.post("permission.grant", principal="ann", action="call", resource="function:number.double").result  # noqa: B018
     owner.post("projection.define", name="many", statement="select name from item where qty >= :n order by name", parameters={"n": "int!"}).result  # noqa: B018  # fmt: skip
     owner.post("permission.grant", principal="ann", action="read", resource="projection:many").result  # noqa: B018
-    assert [each["name"] for each in ann("GET", "/api/function").json["functions"]] == ["double"]
+    assert [each["name"] for each in ann("GET", "/api/function").json["functions"]] == ["number.double"]
     assert ben("GET", "/api/function").json == {"functions": []} and ben("GET", "/api/projection").json == {"projections": []}  # fmt: skip
     assert ann("GET", "/api/projection/many", n="1").status == 200
     assert ann("POST", "/api/projection/many", {"n": 1}).status == 200
     assert ann("GET", "/api/projection/many", n="x").code == (400, "invalid")
     assert ann("GET", "/api/projection/many").code == (400, "invalid")
     assert ben("GET", "/api/projection/many", n="x").body.replace(b"many", b"X") == ben("GET", "/api/projection/much", n="x").body.replace(b"much", b"X")  # fmt: skip
-    assert ann("POST", "/api/function/double", {"n": 4}).result == 8
-    assert ann("POST", "/api/function/double", {"n": "x"}).code == (400, "invalid")
-    assert ben("POST", "/api/function/double", {"n": 4}).code == (404, "not_found")
+    assert ann("POST", "/api/function/number.double", {"n": 4}).result == 8
+    assert ann("POST", "/api/function/number.double", {"n": "x"}).code == (400, "invalid")
+    assert ben("POST", "/api/function/number.double", {"n": 4}).code == (404, "not_found")
     paths = ann("GET", "/openapi.json").json["paths"]
-    assert "/api/function/double" in paths and "/api/function/double" not in ben("GET", "/openapi.json").json["paths"]
+    assert (
+        "/api/function/number.double" in paths
+        and "/api/function/number.double" not in ben("GET", "/openapi.json").json["paths"]
+    )
 
 
 def test_requests_are_limited_by_quota(server: Server, owner: Asker) -> None:

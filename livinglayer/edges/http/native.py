@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from ... import typed
 from ...bundle import verbs  # noqa: F401  (its verbs are in the table too)
-from ...errors import Conflict, Denied, Invalid, LimitExceeded, NotFound, TimedOut
+from ...errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound, TimedOut
 from ...law.verbs import VERBS, moment
 from ...projection import query as projections
 from ...substrate.reads import clock
@@ -42,6 +42,7 @@ from .asked import (
 )
 from .limits import limits
 from .serving import Caller, Serving, body
+from .veil import veiled
 
 if TYPE_CHECKING:
     from ...layer import Layer
@@ -155,7 +156,10 @@ async def _verb(serving: Serving, request: Request, caller: Caller, rest: str, n
 def _call(layer: Layer, name: str, arguments: Any, request: Request, given: dict[str, Any], kind: str) -> Response:
     key = request.headers.get("idempotency-key")
     trace = request.headers.get("traceparent")
-    result = layer.call(name, arguments, key=key, trace=trace, **given)
+    try:
+        result = layer.call(name, arguments, key=key, trace=trace, **given)
+    except LayerError as error:
+        raise veiled(layer, name, arguments, given.get("branch", "main"), error) from None
     return told({"result": result}, kind, last(layer))
 
 
@@ -423,7 +427,17 @@ async def can(serving: Serving, request: Request, caller: Caller, rest: str) -> 
     needed = ["action", "resource"]
     given = parameters(request, {**READING, "action": text, "resource": text}, needed)
     given.setdefault("principal", caller.name)
-    return told(vars(await do(serving, caller, lambda: caller.layer.can(**given))), form(request))
+    return told(await do(serving, caller, lambda: decided(caller.layer, given)), form(request))
+
+
+def decided(layer: Layer, given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return vars(layer.can(**given))
+    except (Invalid, NotFound) as error:
+        with layer.engine.reading() as session:
+            if layer._mine(session).sovereign() or not error.message.startswith("there is no"):
+                raise
+        return {"allowed": False, "rows": [], "reason": "no permission allows it"}  # as of what it may not see
 
 
 async def me(serving: Serving, request: Request, caller: Caller, rest: str) -> Response:
