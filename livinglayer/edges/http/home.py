@@ -26,7 +26,8 @@ POLICY = (
 )
 STYLE = """
 :root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.4rem}h2{font-size:1.05rem;margin-top:2rem}pre{background:#8881;padding:.75rem;overflow:auto;border-radius:.4rem}
+h1{font-size:1.4rem}h2{font-size:1.15rem;margin-top:2rem}h3{font-size:1rem;margin:1rem 0 .25rem}
+pre{background:#8881;padding:.75rem;white-space:pre-wrap;overflow-wrap:anywhere;user-select:all;border-radius:.4rem;margin:0}
 table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.25rem .75rem .25rem 0;border-bottom:1px solid #8883}
 form.out{float:right}button{font:inherit;padding:.25rem .75rem}.quiet{opacity:.7}
 """
@@ -79,7 +80,7 @@ def snippets(serving: Serving, caller: Caller) -> list[tuple[str, str]]:
     return [
         ("A token", f"layer token create {caller.name} --name laptop"),
         ("Python", f'import livinglayer\n\nlayer = livinglayer.connect("{url}", token="ll_…")\nlayer.query("select name from entity")'),
-        ("curl", f'curl {url}/api/query -H "Authorization: Bearer $LAYER_TOKEN" -d \'{{"sql": "select name from entity"}}\' -H "Content-Type: application/json"'),
+        ("curl", f'curl {url}/api/query -H "Authorization: Bearer $LAYER_TOKEN" --json \'{{"sql": "select name from entity"}}\''),
         ("E2B's clients (boxes)", f'export E2B_API_URL={url} E2B_SANDBOX_URL={url}\nexport E2B_API_KEY=e2b_…   # layer token create NAME --format e2b; `layer env --e2b` prints all three'),
         ("MCP (Claude Code)", f'claude mcp add --transport http layer {url}/mcp --header "Authorization: Bearer $LAYER_TOKEN"'),
         ("MCP over standard input and output", "layer mcp"),
