@@ -325,17 +325,20 @@ class Run:
         return {"digest": found, "bytes": len(given.body)}
 
     def _on_projection(self, given: _Given) -> Any:
-        from ..projection.query import may_read, read
+        from ..projection.query import may_read, read_from
 
         name, arguments = given.rest or given.text("name"), given.get("arguments") or {}
         if self.projections is not None and name not in self.projections:
             raise NotFound(f"there is no projection {name!r}")
         granted = self.voucher is not None and may_read(self.layer, self.voucher, name, self.branch)
-        rows, tx = read(self.layer, name, arguments, principal=self.deciding, branch=self.branch, granted=granted)
+        rows, tx, source = read_from(
+            self.layer, name, arguments, principal=self.deciding, branch=self.branch, granted=granted
+        )
+        told = {} if source is None else {"remote": source.told()}
         if self.draft.first_read is None:
             self.draft.first_read = tx
         data = dumps(rows)
-        self.step("query", projection=name, params=arguments, tx=tx, rows=len(rows), **self._told(data))
+        self.step("query", projection=name, params=arguments, tx=tx, rows=len(rows), **told, **self._told(data))
         return _Raw(b'{"rows":' + data + b',"tx":' + str(tx).encode() + b"}")
 
     def _on_slice(self, given: _Given) -> Any:

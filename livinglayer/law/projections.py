@@ -7,18 +7,27 @@ from typing import Any
 
 from ..errors import Invalid
 from ..projection import query
+from ..projection import remote as elsewhere
 from .blueprints import row_of
 from .verbs import Call, Object, verb
 
 
 @verb("projection.define")
 def define(
-    call: Call, *, name: str, statement: str, parameters: Object | None = None, description: str | None = None, freshness: Any = None
+    call: Call, *, name: str, statement: str | None = None, parameters: Object | None = None, description: str | None = None,
+    freshness: Any = None, remote: Object | None = None,
 ) -> Any:  # fmt: skip
-    """Make or change a projection; it shows what whoever defines it may see, to whoever may read it. Gives its id."""
+    """Make or change a projection; it shows what whoever defines it may see, to whoever may read it. Gives its id.
+
+    One with `remote` is another layer's, {"url": …, "projection": …, "key": "layer:…"}, which only an owner can define.
+    """
+    if statement is None:
+        if remote is None:
+            raise Invalid(f"projection {name!r:.120} needs a statement", hint="one SELECT, or a remote")
+        statement = elsewhere.statement(elsewhere.check(remote))
     row = {
         "name": name, "statement": statement, "parameters": parameters or None, "description": description,
-        "freshness": freshness,
+        "freshness": freshness, "remote": remote or None,
     }  # fmt: skip
     check(call.layer, row, call.asking.principal, call.branch)
     return call.layer.upsert("projection", row, on=["name"], branch=call.branch, reason=call.reason)

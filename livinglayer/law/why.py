@@ -515,7 +515,10 @@ class Ask:
             if seen is None or "detail" not in seen:
                 continue
             told = json.loads(stored or "null")
-            if kind == "box":
+            if kind == "query":
+                if isinstance(told, dict) and isinstance(told.get("remote"), dict):
+                    yield Node("step", {"n": n, "step": kind, "detail": told["remote"], "at": decode("datetime", when)})
+            elif kind == "box":
                 data.setdefault("ran_in", {name: told.get(name) for name in ("id", "tier", "reused", "snapshot")})
             else:
                 yield Node("step", {"n": n, "step": kind, "detail": told, "at": decode("datetime", when)})
@@ -525,8 +528,8 @@ class Ask:
         kinds = ", ".join(f"'{kind}'" for kind in ("box", *TELLING))
         return self.session.all(
             f"select s.n, s.kind, {detail}, {at} from {self.at}ledger_step s where s.execution = ? and s.n <= 1000"
-            f" and s.kind in ({kinds}) order by s.n limit 8",
-            (number,),
+            f" and (s.kind in ({kinds}) or (s.kind = 'query' and {detail} like ?)) order by s.n limit 8",
+            (number, '%"remote":%'),  # what it read of another layer: this one has no tx that says so
         )
 
     def _causes(self, row: Mapping[str, Any], seen: Mapping[str, Any], depth: int) -> list[Node]:

@@ -18,6 +18,8 @@ from ..substrate.permissions import Policy
 from ..substrate.reads import clock
 from ..substrate.schema import OWNER, SYSTEM, Field, field_of, field_values
 from ..substrate.values import decode, text
+from . import remote
+from .remote import Remote, Source, fetch, only_owners
 
 PROJECTION = SYSTEM.by_name["projection"]
 NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)?")
@@ -35,6 +37,8 @@ class Projection:
     parameters: Mapping[str, Field]
     definer: int  # whose rights it has
     uses_me: bool
+    remote: Remote | None = None  # another layer's
+    fresh: float = 0.0  # seconds that such an answer may be old
 
 
 def read(
@@ -51,15 +55,45 @@ def read(
 
     `granted`: that was decided already: who wrote the function or contract that lists it may read it.
     """
+    rows, tx, source = read_from(
+        layer, name, arguments, principal=principal, branch=branch, as_of=as_of, granted=granted
+    )
+    return rows, tx if source is None else source.tx
+
+
+def find(layer: Any, name: str, principal: int, branch: str = "main", granted: bool = False) -> Projection:
+    """A projection that a principal may read, or NotFound."""
     found = _find(layer, name, branch) if isinstance(name, str) else None
     if found is None or not (granted or may_read(layer, principal, found.name, branch)):
         raise NotFound(f"there is no projection {name!r:.120}", hint="layer projection list")
+    return found
+
+
+def read_from(
+    layer: Any,
+    name: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    principal: int,
+    branch: str = "main",
+    as_of: int | datetime | None = None,
+    granted: bool = False,
+) -> tuple[list[dict[str, Any]], int, Source | None]:
+    """As `read`, with the last tx of this layer, and where rows come from that are another one's; `as_of` is of that one then."""
+    found = find(layer, name, principal, branch, granted)
+    if found.remote is not None:
+        only_owners(layer, found.definer, found.name)
+        with layer.engine.reading() as session:
+            tx = clock(layer.engine, session)[0]
+        given = bind(found, arguments or {}) if found.parameters else arguments or {}
+        rows, source = fetch(layer, found.remote, given, as_of, found.fresh)
+        return rows, tx, source
     bound = bind(found, arguments or {})
     if found.uses_me:
         bound[ME] = principal
     trusted = found.definer == principal == OWNER  # arguments of others run where they can't hurt
     rows, tx = layer._reads.query_at(found.statement, bound, branch, as_of, found.definer, trusted=trusted)
-    return rows, tx
+    return rows, tx, None
 
 
 def readable(layer: Any, principal: int, branch: str = "main") -> list[dict[str, Any]]:
@@ -116,6 +150,13 @@ def check(layer: Any, row: Mapping[str, Any], principal: int, branch: str = "mai
     name, statement = row["name"], row["statement"]
     if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > 100:
         raise Invalid(f"{name!r:.120} can't be the name of a projection", hint="e.g. open_tickets, or ticket.open")
+    if row.get("remote") is not None:
+        where = remote.check(row["remote"])
+        only_owners(layer, principal, name)
+        if statement not in (None, "", remote.statement(where)):
+            raise Invalid(f"projection {name} has a statement of its own, or is another layer's")
+        fields(name, row["parameters"])
+        return
     text("the statement", statement, LARGEST)
     parameters, used = fields(name, row["parameters"]), placeholders(statement, layer.engine.dialect)
     if missing := sorted(used - set(parameters) - {ME}):
@@ -181,10 +222,13 @@ def _find(layer: Any, name: str, branch: str) -> Projection | None:
                 return None
             row = rows[0]
             wrote = definer(catalog, session, epoch, PROJECTION, row, branch)
+            declared = fields(row["name"], row["parameters"])
+            if row["remote"] is not None:
+                where, old = remote.check(row["remote"]), (row["freshness"] or {})
+                fresh = old["bounded"] / 1000 if isinstance(old, Mapping) and old else 0.0
+                return Projection(row["id"], row["name"], row["statement"], declared, wrote, False, where, fresh)
             uses_me = ME in placeholders(row["statement"], layer.engine.dialect)
-            return Projection(
-                row["id"], row["name"], row["statement"], fields(row["name"], row["parameters"]), wrote, uses_me
-            )
+            return Projection(row["id"], row["name"], row["statement"], declared, wrote, uses_me)
 
         found: Projection | None = catalog._cached(("projection", name, branch, epoch), make)
         return found

@@ -20,6 +20,7 @@ from livinglayer.edges.cli import (
     demo,
     functions,
     images,
+    layers,
     locate,
     mcp,  # noqa: F401  (its command is in the table)
     projections,
@@ -83,6 +84,7 @@ def verbs(groups: dict[str, Any], name: str) -> Any:
             boxes,
             bundles,
             images,
+            layers,
             secrets,
             functions,
             workers,

@@ -20,14 +20,21 @@ NAME = arg("name")
 @command(
     "projection define",
     NAME,
-    arg("statement", help="one SELECT, with :name where a parameter goes"),
+    arg("statement", nargs="?", help="one SELECT, with :name where a parameter goes"),
+    arg(
+        "--remote",
+        metavar="URL",
+        help="instead of a statement: read it of the layer served there, which has granted it",
+    ),
+    arg("--of", metavar="NAME", help="what it is called there (default: the same)"),
+    arg("--key", metavar="layer:…", help="the only layer that may answer there, as its `layer identity` says"),
     arg("--parameter", action="append", metavar="NAME=TYPE", help="such as status=text!; may be repeated"),
     arg("--description", metavar="TEXT", help="what it shows"),
     arg("--freshness", metavar="JSON", help='"strong", or {"bounded": MS}'),
     flags="as branch reason",
 )
 def define(layer: Layer, args: Namespace, out: Printer) -> None:
-    """Give a SELECT a name: it shows what you may see to whoever is granted to read it."""
+    """Give a SELECT a name, or one that another layer has: it shows what you may see to whoever is granted to read it."""
     parameters = {}
     for word in args.parameter or ():
         name, equals, kind = word.partition("=")
@@ -40,6 +47,9 @@ def define(layer: Layer, args: Namespace, out: Printer) -> None:
         "parameters": parameters or None,
         "description": args.description,
     }
+    if args.remote is not None:
+        key = {} if args.key is None else {"key": args.key}
+        given["remote"] = {"url": args.remote, "projection": args.of or args.name, **key}
     if args.freshness is not None:
         try:
             given["freshness"] = json.loads(args.freshness)

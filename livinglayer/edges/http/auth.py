@@ -105,7 +105,12 @@ async def prove(
         if text.count(".") == 2 and how == "token":  # signed by another layer: good for one request
             from . import layers
 
-            return await layers.prove(serving, text, method, path, payload)
+            proven = await layers.prove(serving, text, method, path, payload)
+            if (-proven.principal, address) not in gate.seen:
+                gate.seen[-proven.principal, address] = None
+                _forget(gate.seen)
+                await keep(serving, "layer", "in", headers, address, proven.principal)
+            return proven
         proven = await serving.do(tokens.prove, serving.layer, text)
         if (proven.kind == "session") != (how == "session") or proven.kind == "login":
             raise Unauthenticated(tokens.NOBODY)

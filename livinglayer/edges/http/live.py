@@ -133,6 +133,8 @@ def watcher(serving: Serving) -> Watcher:
 
 async def handle(serving: Serving, request: Request, caller: Caller, rest: str) -> Response:
     """A stream of events about one query, projection or entity."""
+    from . import layers
+
     caller.require("read")
     given = parameters(
         request, {"sql": text, "params": json, "projection": text, "arguments": json, "entity": text, "id": whole, "branch": text, "format": text},
@@ -158,7 +160,9 @@ async def handle(serving: Serving, request: Request, caller: Caller, rest: str) 
         raise LimitExceeded(f"{caller.name} has {MOST} streams open", hint="close some", retry_after=1)
     since = resumed(request.headers.get("last-event-id"))
     kind = TYPED if chosen == "typed" else ""
-    if asked[0] == "entity":
+    if asked[0] == "projection" and (found := await serving.do(theirs, caller, given)) is not None:
+        events = layers.followed(serving, request, caller, found, given.get("arguments") or {}, kind, given.get("branch", "main"))  # fmt: skip
+    elif asked[0] == "entity":
         start = await serving.do(last, caller.layer)
         since = start if since is None or since > start else since
         changes = Changes(caller.layer, given["entity"], given.get("id"), given.get("branch", "main"), since)
@@ -173,6 +177,16 @@ async def handle(serving: Serving, request: Request, caller: Caller, rest: str) 
         events = answered(serving, request, caller, key, topic, known, kind)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, 200, headers, "text/event-stream")
+
+
+def theirs(caller: Caller, given: dict[str, Any]) -> projections.Projection | None:
+    """A projection that is another layer's, read once before anything is sent."""
+    branch = given.get("branch", "main")
+    found = projections.find(caller.layer, given["projection"], caller.principal, branch)
+    if found.remote is None:
+        return None
+    reading(caller.layer, "projection", given)(None)
+    return found
 
 
 def resumed(given: str | None) -> int | None:
@@ -264,7 +278,7 @@ async def beats(
     serving: Serving, request: Request, watch: Watcher, seen: Callable[[], int]
 ) -> AsyncIterator[bool | None]:
     """True at once and after every tx, None when nothing was for a while; ends with the server and with the token."""
-    from . import auth
+    from . import auth, layers
 
     yield True
     proven = time.monotonic()
@@ -273,6 +287,8 @@ async def beats(
         if serving.closing.is_set():
             return
         if time.monotonic() - proven >= HEARTBEAT:
+            if layers.signed((auth.given(request.headers) or ("", ""))[0]):
+                return  # what a layer signs is good for one request: it asks again
             address = request.client.host if request.client else ""
             try:
                 await auth.authenticate(serving, request.headers, address, "GET", request.scope["path"], None)
