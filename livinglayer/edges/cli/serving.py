@@ -69,6 +69,10 @@ def up(layer: Layer, args: Namespace, out: Printer) -> int:
             if self.started:
                 announce(layer, serving, place, out)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            serving.closing.set()  # streams end now, else all of us would wait for them
+            await super().shutdown(sockets)
+
     server = Server(config)
     try:
         server.run(sockets=[listener])

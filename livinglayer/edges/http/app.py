@@ -152,7 +152,6 @@ class App:
                 self._mcp = await stack.enter_async_context(_running(part("mcp.server"), self.serving))
             await send({"type": "lifespan.startup.complete"})
             await receive()
-            self.serving.closing.set()
         await send({"type": "lifespan.shutdown.complete"})
 
 
