@@ -521,7 +521,7 @@ def box_read(use: Use, *, box: Box, path: str, offset: Offset = 0, limit: Annota
     data = base64.b64decode(use.call("box.read", {"box": box, "path": path, "encoding": "base64"})["content"])
     part = data[offset : offset + limit]
     told: Object = {"path": path, "bytes": len(data), "encoding": "text"}
-    for cut in range(4):  # not amid a character
+    for cut in range(min(4, len(part)) if offset + len(part) < len(data) else 1):  # not amid a character
         try:
             told["content"] = part[: len(part) - cut].decode()
             part = part[: len(part) - cut]

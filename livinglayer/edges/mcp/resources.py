@@ -235,6 +235,20 @@ READERS: dict[tuple[str, int], Callable[[Caller, list[str], dict[str, str]], Con
 }  # fmt: skip
 
 
+def complete(caller: Caller, argument: str, begun: str) -> list[str]:
+    """What an argument of a template or a prompt may be, of which the beginning is known."""
+    if caller.scope is not None and "read" not in caller.scope:
+        return []
+    layer, found = caller.layer, set[str]()
+    if argument in ("entity", "name", "subject"):
+        found |= {each.name for each in layer.schema().entities if not each.system}
+    if argument == "name":
+        found |= {row["name"] for row in readable(layer, caller.principal)}
+    if argument == "branch" and "branch" in layer.schema().by_name:
+        found |= {row["name"] for row in layer.query("select name from branch where status = 'open'")}
+    return sorted(name for name in found if name.startswith(begun))
+
+
 def digest(caller: Caller, uri: str) -> str | None:
     """What tells whether a resource is as it was; None when it can't be read."""
     try:

@@ -78,7 +78,7 @@ class Speaking:
             get_tool_input_schema=lambda name: None,  # no argument of ours is told in headers, too
             on_list_tools=self.list_tools, on_call_tool=self.call_tool, on_list_resources=self.list_resources,
             on_list_resource_templates=self.list_templates, on_read_resource=self.read_resource,
-            on_list_prompts=self.list_prompts, on_get_prompt=self.get_prompt, on_subscribe_resource=self.subscribe, on_unsubscribe_resource=self.unsubscribe, on_subscriptions_listen=self.listen,
+            on_list_prompts=self.list_prompts, on_get_prompt=self.get_prompt, on_completion=self.complete, on_subscribe_resource=self.subscribe, on_unsubscribe_resource=self.unsubscribe, on_subscriptions_listen=self.listen,
         )  # fmt: skip
         self.server.extensions = {tasks.EXTENSION: {}, apps.EXTENSION: {"mimeTypes": [apps.TYPE]}}
         self.server.add_request_handler("tasks/get", tasks.TaskParams, self.get_task)
@@ -196,6 +196,11 @@ class Speaking:
         found = await self.do(resources.read, self.who(ctx), params.uri, about=(ctx, params.uri))
         return types.ReadResourceResult(contents=[found.told(params.uri)], ttl_ms=0, cache_scope="private")
 
+    async def complete(self, ctx: Context, params: types.CompleteRequestParams) -> types.CompleteResult:
+        found = await self.do(resources.complete, self.who(ctx), params.argument.name, params.argument.value)
+        values = types.Completion(values=found[:100], total=len(found), has_more=len(found) > 100)
+        return types.CompleteResult(completion=values)
+
     async def initialized(self, ctx: Context, params: types.NotificationParams) -> None:
         """A client of the older protocols hears of changed lists without asking."""
         with contextlib.suppress(LayerError):
@@ -255,22 +260,28 @@ class Speaking:
 
     # Tasks
 
-    def _knows_tasks(self, ctx: Context) -> Caller:
+    def _knows_tasks(self, ctx: Context, task: str) -> Caller:
         if ctx.protocol_version not in MODERN_PROTOCOL_VERSIONS:
             raise MCPError(code=types.METHOD_NOT_FOUND, message="Method not found", data=ctx.method)
         if not tasks.known(ctx.session.client_capabilities):
             raise tasks.missing()
+        if (
+            ctx.request is not None and ctx.request.headers.get("mcp-name", task) != task
+        ):  # what routes it must be what it is about
+            raise MCPError(
+                code=types.HEADER_MISMATCH, message="mcp-name header does not match the request body's 'taskId'"
+            )
         return self.who(ctx)
 
     async def get_task(self, ctx: Context, params: tasks.TaskParams) -> dict[str, Any]:
-        return await self.do(tasks.get, self._knows_tasks(ctx), params.task_id)
+        return await self.do(tasks.get, self._knows_tasks(ctx, params.task_id), params.task_id)
 
     async def update_task(self, ctx: Context, params: tasks.UpdateParams) -> dict[str, Any]:
-        await self.do(tasks.update, self._knows_tasks(ctx), params.task_id, params.input_responses)
+        await self.do(tasks.update, self._knows_tasks(ctx, params.task_id), params.task_id, params.input_responses)
         return {}
 
     async def cancel_task(self, ctx: Context, params: tasks.TaskParams) -> dict[str, Any]:
-        await self.do(tasks.cancel, self._knows_tasks(ctx), params.task_id)
+        await self.do(tasks.cancel, self._knows_tasks(ctx, params.task_id), params.task_id)
         return {}
 
     # Errors that are not of a tool
