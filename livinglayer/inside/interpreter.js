@@ -16,7 +16,8 @@ function fail(error) {
   else console.error(error);
 }
 shell._domain?.removeAllListeners("error").on("error", fail); // where Node's shell would print it
-process.on("SIGINT", () => interrupt?.(new Error("Script execution was interrupted by `SIGINT`")));
+const interrupted = () => interrupt?.(new Error("Script execution was interrupted by `SIGINT`"));
+process.on("SIGINT", interrupted);
 process.on("uncaughtException", (error) => console.error(error));
 process.on("unhandledRejection", (error) => console.error(error));
 
@@ -25,7 +26,9 @@ function run({ code, env }) {
   Object.assign(process.env, env);
   return new Promise((resolve, reject) => {
     interrupt = reject;
+    process.off("SIGINT", interrupted); // while it runs Node's shell listens; while it waits we do
     shell.eval(code + "\n", shell.context, "cell.js", (error, value) => (error ? reject(error) : resolve(value)));
+    process.on("SIGINT", interrupted);
   }).then(
     (value) => (value === undefined ? {} : { result: typeof value === "string" ? value : inspect(value) }),
     (thrown) => {
