@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shlex
+import signal
 import socket
 import sys
 import threading
@@ -74,6 +75,8 @@ def up(layer: Layer, args: Namespace, out: Printer) -> int:
             await super().shutdown(sockets)
 
     server = Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):  # which uvicorn raises again once it has ended
+        signal.signal(number, lambda *_: None)
     try:
         server.run(sockets=[listener])
     finally:
