@@ -85,3 +85,36 @@ def test_clients_that_know_no_tasks_wait(desk: Server) -> None:
     run(act())
     answer = task(desk, "get", "2000", capabilities={})
     assert answer["error"]["code"] == -32021
+
+
+def test_an_agent_is_a_task_that_waits_for_a_yes(desk: Server) -> None:
+    layer = desk.layer
+    layer.define("ticket", {"title": "text!", "priority": "int"})
+    number = layer.insert("ticket", {"title": "one", "priority": 1})
+    rule = {"action": "update", "resource": "ticket"}
+    layer.call(
+        "contract.define", name="clerk", reads=["ticket"], scope=["ticket"], approvals=[rule], program=f"layer update ticket {number} priority=9"
+    )  # fmt: skip
+    given = {"name": "run_agent", "arguments": {"contract": "clerk", "task": "raise it"}}
+    made = ask(desk, "tools/call", given, capabilities=TASKS)["result"]
+    assert made["resultType"] == "task"
+
+    def now(*status: str) -> dict[str, Any]:
+        until = time.monotonic() + 50
+        while (found := task(desk, "get", made["taskId"], "owner")["result"])["status"] not in status:
+            assert time.monotonic() < until, found
+            time.sleep(0.1)
+        return found
+
+    [(key, asked)] = now("input_required")["inputRequests"].items()
+    assert asked["method"] == "elicitation/create" and "update ticket" in asked["params"]["message"]
+    ignored = {"approval-1": {"action": "accept", "content": {"confirm": True}}, key: {"action": "cancel"}}
+    assert "result" in task(desk, "update", made["taskId"], "owner", inputResponses=ignored)
+    assert task(desk, "get", made["taskId"], "owner")["result"]["status"] == "input_required"
+    yes = {key: {"action": "accept", "content": {"confirm": True}}}
+    assert "result" in task(desk, "update", made["taskId"], "owner", inputResponses=yes)
+    assert now("completed")["result"]["isError"] is False
+    [row] = layer.query("select branch from execution where id = :e", {"e": int(made["taskId"])})
+    assert layer.query("select priority from ticket where id = :i", {"i": number}, branch=row["branch"]) == [
+        {"priority": 9}
+    ]
