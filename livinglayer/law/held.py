@@ -7,6 +7,7 @@ knows all; its time is the host's to keep, and what it does is written down by `
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -75,6 +76,12 @@ def open_(
     except BaseException:
         Sandbox.connect(found["id"]).kill()
         raise
+    start = ((making.row.get("annotations") or {}).get("template") or {}).get("start")
+    if start and making.snapshot is None:
+        from . import templates
+
+        with contextlib.suppress(LayerError):  # whoever opened it finds what it printed
+            templates.started(Sandbox.connect(found["id"]), start)
     return shown(layer, found) | {"kept": _kept(layer)}
 
 
@@ -160,6 +167,11 @@ def admitted(layer: Any, principal: int, row: Mapping[str, Any], called: str) ->
     allowed, grants = policy.outright("call", resource)
     if allowed:
         return [grant.id for grant in grants]
+    built = (row.get("annotations") or {}).get("template")
+    if built and not grants and (built.get("public") or built.get("owner") == principal):
+        wrote = definer_of(layer, "blueprint", row)
+        if wrote == built.get("owner") or _owner(layer, wrote):
+            return []  # a template is for whoever built it, a public one for everybody
     kept = row.get("snapshot") is not None and not grants
     if kept and taker(layer, row["snapshot"]) == principal and definer_of(layer, "blueprint", row) == principal:
         return []
@@ -338,13 +350,15 @@ def resting(found: Mapping[str, Any]) -> bool:
     return found["state"] in ("paused", "suspended") or (found["state"] == "sleeping" and found["life"]["until"] is None and found["life"]["seconds"] is not None)  # fmt: skip
 
 
-def shown(layer: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-    """A box as whoever holds it sees it."""
-    held, life = told(found), found["life"]
+def shown(layer: Any, found: Mapping[str, Any], names: dict[int, str] | None = None) -> dict[str, Any]:
+    """A box as whoever holds it sees it; `names` of principals that are known already. Without a layer they are left out."""
+    held, life, names = told(found), found["life"], {} if names is None else names
+    if layer is not None and (who := held.get("principal")) is not None and who not in names:
+        names[who] = layer._name_of(who)
     until = life["until"]
     return {
         "box": found["id"], "name": found["name"], "state": "paused" if resting(found) else "running", "execution": held.get("execution"),
-        "blueprint": held.get("blueprint"), "principal": layer._name_of(held["principal"]) if "principal" in held else None,
+        "blueprint": held.get("blueprint"), "principal": names.get(held.get("principal", 0)),
         "tier": found["tier"], "isolation": found["isolation"], "limits": found["limits"], "metadata": held.get("metadata") or {},
         "started": _moment(found["created"]), "until": None if until is None else _moment(until), "on_timeout": life["then"],
         "resume": life["wakes"], "public": held.get("public", True), "volumes": held.get("volumes") or [], "parent": found["parent"],
@@ -398,7 +412,8 @@ def boxes(layer: Any, principal: int) -> list[dict[str, Any]]:
 @verb("box.list")
 def list_(call: Call, *, metadata: Object | None = None, state: str | None = None) -> Any:
     """The boxes one holds (an owner: all that are held), newest first; those with this metadata, or in this state alone."""
-    found = [shown(call.layer, box) for box in boxes(call.layer, call.asking.principal)]
+    names: dict[int, str] = {}
+    found = [shown(call.layer, box, names) for box in boxes(call.layer, call.asking.principal)]
     wanted = _texts("metadata", metadata).items()
     found = [box for box in found if wanted <= box["metadata"].items() and state in (None, box["state"])]
     return sorted(found, key=lambda box: box["started"], reverse=True)

@@ -112,6 +112,16 @@ class Images:
         if not self.store.remove_ref("image", name):
             raise NotFound(f"no image {name!r}")
 
+    def of(self, snapshot: str, name: str) -> Image:
+        """An image of what a snapshot holds."""
+        _check_name(name)
+        found = self.snapshots.get(snapshot)
+        layers = [layer for layer in found.layers if layer != FIT]  # what makes it fit is made anew
+        self.store.write_ref(
+            "image", name, {"layers": layers, "config": self._config_below(layers), "created": time.time()}
+        )
+        return self.get(name)
+
     # in
 
     def import_archive(self, path: Path, name: str, progress: Progress = quiet) -> Image:

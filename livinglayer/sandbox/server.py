@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, TimedOut, Unavailable
 from . import exchanges
-from .agent import Agent, Writing, failure
+from .agent import Agent, Writing, batch, failure
 from .blueprint import check_port, check_tier, check_variable
 from .box import Box, environment
 from .bridge import reach, relay
@@ -63,6 +63,7 @@ class Connection(asyncio.Protocol):
         self._frames = Frames()
         self._stream: Stream | None = None
         self._early: list[tuple[int, bytes]] = []  # what came before its request was under way
+        self._batched: list[bytes] = []  # what one packet of a guest's says to the client
         self._pieces = bytearray()  # of a request that is larger than a frame
         self.session: str | None = None
         self.leases = False
@@ -144,11 +145,20 @@ class Connection(asyncio.Protocol):
 
     def send(self, kind: int, payload: bytes = b"") -> None:
         """One frame to the client."""
-        if not self.gone:
+        if batch.open:
+            if not self._batched:
+                batch.then(self._write_batched)
+            self._batched.append(HEAD.pack(len(payload), 0, kind) + payload)
+        elif not self.gone:
             self.transport.write(HEAD.pack(len(payload), 0, kind) + payload)
             # events of a watch have no window: a client that does not read loses them
             if self.transport.get_write_buffer_size() > FLOOD:
                 self.transport.abort()
+
+    def _write_batched(self) -> None:
+        data, self._batched = b"".join(self._batched), []
+        if not self.gone:
+            self.transport.write(data)
 
     def send_fds(self, kind: int, payload: bytes, fds: list[int]) -> None:
         """One frame with file descriptors, to a client that waits for just that."""
@@ -347,13 +357,12 @@ def start_command(connection: Connection, box: Box, request: dict[str, Any]) -> 
     if pty and not (isinstance(pty, list) and len(pty) == 2 and all(type(n) is int and 0 < n < 65536 for n in pty)):
         raise Invalid(f"a terminal has rows and columns, not {pty!r:.60}")
     variables = environment(box, given, [("TERM", "xterm-256color")] if pty and "TERM" not in given else [])
-    payload = encode_exec(
-        argv, user, cwd, variables, exec_flags(bool(pty), bool(request.get("stdin"))), *(pty or (24, 80))
-    )
+    stdin, follows, notes = bool(request.get("stdin")), bool(request.get("follow")), request.get("notes")
+    flags = exec_flags(bool(pty), stdin, cork=follows and not stdin)
+    payload = encode_exec(argv, user, cwd, variables, flags, *(pty or (24, 80)))
     box.touch()
-    follows, notes = bool(request.get("follow")), request.get("notes")
     command = Command(
-        box, argv, None, background=background, pty=bool(pty), timeout=timeout, stdin=bool(request.get("stdin")),
+        box, argv, None, background=background, pty=bool(pty), timeout=timeout, stdin=stdin,
         forgets=follows, notes=notes if isinstance(notes, dict) else None,
     )  # fmt: skip
     if background and follows:
@@ -1075,6 +1084,11 @@ async def image_build(connection: Connection, request: dict[str, Any]) -> dict[s
             )
     except TimeoutError:
         raise TimedOut(f"the build of {name!r} took longer than {seconds:g} seconds") from None
+
+
+@verb("image.of")
+async def image_of(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    return asdict(await asyncio.to_thread(connection.host.images.of, request["snapshot"], request["name"]))
 
 
 @verb("image.export")

@@ -133,5 +133,5 @@ def _copy(number: int, given: object) -> Step:
         hashed.update_mmap(path)
     except (OSError, ValueError) as error:
         raise Invalid(f"step {number}: the files of {source!r} are not there: {error}") from None
-    argv = ("sh", "-c", COPY, "copy", f"/{ASIDE}", source, to, owner, mode)
-    return Step(["copy", hashed.hexdigest(), source, to, owner, mode], f"copy {source} {to}", argv, archive=path)
+    argv = ("sh", "-c", COPY, "copy", f"/{ASIDE}", f"./{source}", to, owner, mode)
+    return Step(["copy", blake3(COPY.encode()).hexdigest()[:8], hashed.hexdigest(), source, to, owner, mode], f"copy {source} {to}", argv, archive=path)
