@@ -552,7 +552,7 @@ def test_writing_files_leaves_exactly_these(tmp_path: Path) -> None:
 # Anything at all
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(DESK)),
     st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace")),
@@ -571,7 +571,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.sampled_from([path for path in sorted(DESK) if path.endswith(".yaml")]), st.data())
 def test_any_value_in_any_place_raises_nothing_but_errors_of_ours(path: str, data: st.DataObject) -> None:
     document = documents.parse(path, DESK[path].encode())

@@ -232,6 +232,7 @@ def test_nobody_who_answers_in_time_is_a_no(office: Layer) -> None:
         office.call("approval.answer", id=row["id"], approve=True)
 
 
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)  # the other engine makes no difference to it
 def test_waiting_costs_nothing_of_the_seconds_of_a_budget(office: Layer) -> None:
     office.call("contract.define", {**CLERK, "budget": {"seconds": 8}})
     box, told = make(office)
@@ -250,6 +251,7 @@ def test_waiting_costs_nothing_of_the_seconds_of_a_budget(office: Layer) -> None
     assert end["status"] == "failed" and "budget of 8 seconds" in end["result"]["error"]["message"]
 
 
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)  # the other engine makes no difference to it
 def test_a_box_that_asks_a_thousand_times_is_bounded(office: Layer) -> None:
     office.call("contract.define", {**CLERK, "approvals": [{"action": "insert", "resource": "ticket", "expires": 0.01}], "stops": [{"denials": 1000}]})  # fmt: skip
     box, told = make(office)
