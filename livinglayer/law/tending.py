@@ -190,13 +190,18 @@ def open_boxes(layer: Any, held: bool | None = None) -> Iterator[tuple[int, str,
         engine.portable("c.arguments", "json"),
         engine.portable("x.started", "datetime"),
     )
+    floors: dict[bool | None, int] = layer._ledger.__dict__.setdefault("floors", {})
     with engine.reading() as session:
+        last = session.one(f"select max(id) from {at}ledger_lineage")
         rows = session.all(
-            f"select l.execution, {given}, {started} from {at}ledger_lineage l join {at}ledger_call c on c.execution = l.execution"
-            f" join {at}ledger_execution x on x.id = l.execution"
-            f" where not exists (select 1 from {at}ledger_outcome o where o.execution = l.execution){which} order by l.execution"
+            f"select l.execution, {given}, {started}, l.id from {at}ledger_lineage l join {at}ledger_call c on c.execution = l.execution"
+            f" join {at}ledger_execution x on x.id = l.execution where l.id > ?"
+            f" and not exists (select 1 from {at}ledger_outcome o where o.execution = l.execution){which} order by l.execution",
+            (floors.get(held, 0),),
         )
-    for number, text, began in rows:
+    # What is over stays so, and what begins later has a higher number: the many that ended need not be looked at again.
+    floors[held] = min((row[3] - 1 for row in rows), default=(last and last[0]) or 0)
+    for number, text, began, _ in rows:
         found = json.loads(text or "{}")
         if found.get("host") == here and isinstance(found.get("key"), str):
             yield number, found["key"], datetime.fromisoformat(began)

@@ -23,6 +23,7 @@ from typing import Any
 
 from ..errors import Conflict, Denied, LayerError, NotFound
 from ..sandbox import Sandbox
+from ..sandbox.client import blocking_client, run_blocking
 from ..settings import state_directory
 from ..substrate.ledger import Execution
 from ..substrate.reads import clock
@@ -374,9 +375,8 @@ class Worker:
         if not _host_runs():
             return
         at, found = self.engine.schema_prefix, set[tuple[str, str]]()
-        boxes = {box.id: box for box in Sandbox.list(labels={"layer": self.layer.id})}
-        for box in boxes.values():
-            execution = box.info()["labels"].get("execution", "")
+        for box in run_blocking(blocking_client().call({"do": "list", "labels": {"layer": self.layer.id}})):
+            execution = box["labels"].get("execution", "")
             if not execution.isdecimal():
                 continue
             with self.engine.reading() as session:
@@ -385,10 +385,10 @@ class Worker:
                     (int(execution),),
                 )
             if open is None:
-                found.add((box.id, execution))
+                found.add((box["id"], execution))
         for box_id, execution in found & self._orphans:
             with contextlib.suppress(LayerError):
-                boxes[box_id].kill()
+                Sandbox.connect(box_id).kill()
                 self.say("box", killed=box_id, execution=int(execution))
         self._orphans = found
 

@@ -461,7 +461,7 @@ class Host:
         self.ended[box.id] = box.trace
         self.endings.append((box.trace.mark, box.id, box.labels))
         while len(self.ended) > KEPT:
-            self.ended.pop(next(iter(self.ended)))
+            self.ended.pop(next(iter(self.ended))).flush()
         self.used = time.monotonic()
         self._dead[box.id] = box
         self.loop.call_later(0.0005, self._bury)
