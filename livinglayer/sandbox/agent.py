@@ -105,6 +105,30 @@ def parse_entry(payload: bytes) -> Entry:
     )
 
 
+class Batch:
+    """While a packet with several frames of a guest's is taken, what they say to a client goes out in one piece."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self._then: list[Callable[[], None]] = []
+
+    def then(self, act: Callable[[], None]) -> None:
+        """What to do when all of them were taken."""
+        self._then.append(act)
+
+    def __enter__(self) -> None:
+        self.open = True
+
+    def __exit__(self, *_: object) -> None:
+        self.open = False
+        acts, self._then = self._then, []
+        for act in acts:
+            act()
+
+
+batch = Batch()  # of the host's one loop
+
+
 class Agent:
     """One connection to a guest agent. Everything in a box is asked of it; what it answers is data, never trusted to be well formed."""
 
@@ -167,6 +191,11 @@ class Agent:
         self._waiting.append(data)
 
     @property
+    def conversations(self) -> int:
+        """How many are open: commands, reads, watches, connections."""
+        return len(self._talks)
+
+    @property
     def backlog(self) -> int:
         """Frames that the guest has not taken yet."""
         return len(self._waiting)
@@ -197,7 +226,15 @@ class Agent:
                 return self.close()
             if self._packets and len(data) >= 12:
                 length, number, kind = HEAD.unpack_from(data)
-                self._dispatch(number, kind, data[12 : 12 + length])
+                if len(data) <= 12 + length:
+                    self._dispatch(number, kind, data[12 : 12 + length])
+                    continue
+                with batch:
+                    at = 0
+                    while len(data) - at >= 12 and not self.closed:
+                        length, number, kind = HEAD.unpack_from(data, at)
+                        self._dispatch(number, kind, data[at + 12 : at + 12 + length])
+                        at += 12 + length
                 continue
             try:
                 for number, kind, payload in self._frames.feed(data):

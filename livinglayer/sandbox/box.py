@@ -181,6 +181,7 @@ class Box:
         stats = {} if self.spec.cgroup.closed else self.spec.cgroup.stats()
         return stats | {
             "commands": len(self.commands),
+            "open": 0 if self.guest is None else self.guest.agent.conversations,
             "network": dict(self.requests),
             "state": self.state,
             "age": time.time() - self.created,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Invalid, LayerError, LimitExceeded, TimedOut
 from .agent import EXIT_STATUS, failure
-from .wire import CREDIT, DONE, EXIT, PTY, REQUEST_MAX, STARTED, STDERR, STDIN, STDOUT, WINDOW_START, Kind, pieces, text
+from .wire import CORK, CREDIT, DONE, EXIT, PTY, REQUEST_MAX, STARTED, STDERR, STDIN, STDOUT, WINDOW_START, Kind, pieces, text
 
 if TYPE_CHECKING:
     from .box import Box
@@ -310,9 +310,9 @@ class Command:
         }
 
 
-def exec_flags(pty: bool, stdin: bool) -> int:
+def exec_flags(pty: bool, stdin: bool, cork: bool = False) -> int:
     """The flags of an EXEC frame."""
-    return (PTY if pty else 0) | (STDIN if stdin else 0)
+    return (PTY if pty else 0) | (STDIN if stdin else 0) | (CORK if cork else 0)
 
 
 __all__ = ["Command", "Stream", "encode_exec", "exec_flags"]

@@ -56,7 +56,7 @@ class Kind(IntEnum):
 
 
 # Flags of EXEC and WRITE
-PTY, STDIN = 1, 2
+PTY, STDIN, CORK = 1, 2, 4
 APPEND, PARENTS = 1, 2
 
 # Plain numbers for the hot paths: a comparison with an IntEnum member costs more than one with an int.

@@ -14,7 +14,7 @@ from starlette.types import Scope
 from ...errors import Conflict, LayerError, NotFound
 from ..http.serving import Serving
 from .frames import Failure, Incoming
-from .reach import Reached
+from .reach import Reached, forget, reach
 
 KNOWN = 10.0  # seconds for which a user of a box is believed to stay who it is
 MOST = 4096  # users that are remembered
@@ -52,6 +52,17 @@ class Asked:
         if message is None:
             raise Failure("invalid_argument", "the stream has no message")
         return message
+
+    async def lost(self) -> None:
+        """The box has ended: returns when whoever looks for it hears so, as clients do that are cut off."""
+        forget(self.serving, self.box.id)
+        for _ in range(40):
+            try:
+                await reach(self.serving, self.box.id, wake=False)
+            except LayerError:
+                return
+            forget(self.serving, self.box.id)
+            await asyncio.sleep(0.05)
 
     async def path(self, path: str) -> str:
         """Where a path leads: relative ones and ~ begin at the user's home."""

@@ -293,6 +293,8 @@ async def watch_dir(asked: Asked, receive: Receive, send: Send) -> None:
         if tending.left and why is None:
             return
     except LayerError as error:
+        if is_gone(error):
+            await asked.lost()
         why = Failure("unavailable", "the box has ended") if is_gone(error) else failure(error)
     finally:
         await tending.end()

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
-from ...errors import LayerError, NotFound, Unavailable
+from ...errors import LayerError, NotFound, TimedOut, Unavailable
 from ...sandbox.client import to_error
 from ...sandbox.sandbox import AsyncFollowing, AsyncInput
 from ...sandbox.wire import ERROR, RESULT, STARTED, STDERR, STDOUT
@@ -56,12 +56,9 @@ async def start(asked: Asked, receive: Receive, send: Send) -> None:
         notes["cwd"], cwd = cwd, await asked.path(cwd)
     if field(message, "tag") is not None:
         notes["tag"] = text(message, "tag")
-    try:
-        following = await asked.box.box.follow_start(
-            [command, *args], env=envs or None, cwd=cwd or None, user=asked.user, pty=size, stdin=stdin, timeout=asked.seconds, notes=notes,
-        )  # fmt: skip
-    except LayerError as error:
-        raise failure(error) from None
+    following = await asked.box.box.follow_start(
+        [command, *args], env=envs or None, cwd=cwd or None, user=asked.user, pty=size, stdin=stdin, timeout=asked.seconds, notes=notes,
+    )  # fmt: skip
     await stream(asked, receive, send, following, size is not None, None)
 
 
@@ -83,11 +80,11 @@ async def stream(
             out: list[bytes] = []
             try:
                 frames = await following.next()
-            except Unavailable as error:  # we left, or the host did
+            except Unavailable as cut:  # we left, or the host did
                 if tending.left and tending.why is None:
                     return
                 frames, more = [], False
-                out.append(over(tending.why or failure(error)))
+                out.append(over(tending.why or failure(cut)))
             for kind, payload in frames:
                 if kind == STDOUT:
                     out.append(frame(head + base64.b64encode(payload) + b'"}}}'))
@@ -102,7 +99,10 @@ async def stream(
                     out.append(frame(ended(json.loads(payload)["exit_code"])) + OVER)
                 elif kind == ERROR:
                     more = False
-                    out.append(over(refused(asked, to_error(payload), begun)))
+                    error = to_error(payload)
+                    if is_gone(error):
+                        await asked.lost()
+                    out.append(over(refused(asked, error)))
             if not begun:
                 begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM})
@@ -124,7 +124,7 @@ def ended(status: int) -> bytes:
     return json.dumps({"event": {"end": end}}, separators=(",", ":")).encode()
 
 
-def refused(asked: Asked, error: LayerError, begun: bool) -> Failure:
+def refused(asked: Asked, error: LayerError) -> Failure:
     """Why a command did not start or was cut off."""
     of = error.details.get("of")
     if of == "user":
@@ -133,6 +133,8 @@ def refused(asked: Asked, error: LayerError, begun: bool) -> Failure:
         return Failure("invalid_argument", f"cwd {asked.cwd!r} does not exist")
     if of in ("command", "directory"):
         return Failure("invalid_argument", f"error starting process: {error.message}")
+    if isinstance(error, TimedOut):
+        return Failure("deadline_exceeded", "context deadline exceeded")
     if is_gone(error):
         return Failure("unavailable", f"the connection to sandbox {asked.box.id} ended before the stream completed")
     return failure(error)

@@ -36,6 +36,8 @@
 
 #define CHUNK 32768
 #define TREE_DEPTH 128
+#define CORK_MAX 32768
+#define CORK_MS 60
 
 // One conversation with the host: a command, a file being read or written, a connection, a watch.
 struct talk {
@@ -55,11 +57,15 @@ struct talk {
     int watches;
     bool recursive;
     int64_t left;       // of a file being read; -1: all of it
+    char *cork;         // frames that wait for the next ones, and until when at most
+    size_t held;
+    int64_t corked_at, uncork_at;
 };
 
 static int control_in, control_out, poller, root = -1;
 static bool rooted; // root is a directory of its own rather than "/" (tier process)
 static struct talk *talks;
+static int corks;
 
 // ---- sending ----
 
@@ -433,7 +439,62 @@ static void close_fd(int *fd) {
     *fd = -1;
 }
 
+// Most commands are over at once: how one began, what it printed and how it ended then cost one wakeup of everybody on the way.
+static void uncork(struct talk *talk) {
+    if (!talk->cork) return;
+    if (talk->held) send_all(&(struct iovec){talk->cork, talk->held}, 1);
+    free(talk->cork);
+    talk->cork = NULL;
+    corks--;
+}
+
+static void say(struct talk *talk, uint32_t kind, const void *payload, uint32_t length) {
+    struct frame frame = {length, talk->id, kind};
+    if (talk->cork && talk->held + sizeof frame + length > CORK_MAX) uncork(talk);
+    if (!talk->cork) {
+        send_frame(talk->id, kind, payload, length);
+        return;
+    }
+    memcpy(talk->cork + talk->held, &frame, sizeof frame);
+    memcpy(talk->cork + talk->held + sizeof frame, payload, length);
+    talk->held += sizeof frame + length;
+}
+
+static int64_t now(void) {
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return at.tv_sec * 1000LL + at.tv_nsec / 1000000;
+}
+
+// Whether a process has something to do: one that had no turn yet is not one that takes its time.
+static bool is_busy(pid_t pid) {
+    char path[64], text[512];
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t length = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (length <= 0) return false;
+    text[length] = 0;
+    char *after = strrchr(text, ')');
+    return after && (after[2] == 'R' || after[2] == 'D');
+}
+
+// Sends what has waited long enough; milliseconds until the next has, -1 if none waits.
+static int uncork_late(void) {
+    int64_t next = -1, at = corks ? now() : 0;
+    for (struct talk *talk = corks ? talks : NULL; talk; talk = talk->next) {
+        if (talk->cork && talk->uncork_at <= at) {
+            int64_t waited = at - talk->corked_at;
+            if (waited < CORK_MS && is_busy(talk->pid)) talk->uncork_at = at + 2 * waited + 1;
+            else uncork(talk);
+        }
+        if (talk->cork && (next < 0 || talk->uncork_at - at < next)) next = talk->uncork_at - at;
+    }
+    return next;
+}
+
 static void end_talk(struct talk *talk) {
+    uncork(talk);
     for (struct talk **link = &talks; *link; link = &(*link)->next)
         if (*link == talk) {
             *link = talk->next;
@@ -479,7 +540,8 @@ static void finish_command(struct talk *talk) {
         uint64_t user, system, resident;
     } end = {talk->status, talk->usage.ru_utime.tv_sec * 1000000ULL + talk->usage.ru_utime.tv_usec,
              talk->usage.ru_stime.tv_sec * 1000000ULL + talk->usage.ru_stime.tv_usec, talk->usage.ru_maxrss * 1024ULL};
-    send_frame(talk->id, EXIT, &end, sizeof end);
+    say(talk, EXIT, &end, sizeof end);
+    uncork(talk);
     close_fd(talk->in == talk->out ? &(int){-1} : &talk->in);
     if (talk->out < 0 && talk->err < 0) {
         end_talk(talk);
@@ -504,7 +566,7 @@ static bool pump(struct talk *talk, int fd, uint32_t kind) {
     if (!talk->drain) {
         talk->window -= got;
         if (talk->left >= 0) talk->left -= got;
-        send_frame(talk->id, kind, chunk, got);
+        say(talk, kind, chunk, got);
     }
     return true;
 }
@@ -730,7 +792,12 @@ static void run(uint32_t id, struct request *request) {
         if (fd[i] >= 0) fcntl(fd[i], F_SETFL, fcntl(fd[i], F_GETFL) | O_NONBLOCK);
     talk->pid = pid;
     uint32_t number = pid;
-    send_frame(id, STARTED, &number, sizeof number);
+    if (flags & EXEC_CORK && (talk->cork = malloc(CORK_MAX))) {
+        talk->corked_at = now();
+        talk->uncork_at = talk->corked_at + 4;
+        corks++;
+    }
+    say(talk, STARTED, &number, sizeof number);
     update_interest(talk);
     talk = NULL;
     errno = 0;
@@ -1311,7 +1378,8 @@ int agent_main(int in, int out, int directory, bool lasting) {
     for (;;) {
         bool busy = pump_files();
         struct epoll_event events[32];
-        int count = epoll_wait(poller, events, 32, busy ? 0 : -1);
+        int late = uncork_late();
+        int count = epoll_wait(poller, events, 32, busy ? 0 : late);
         for (int i = 0; i < count; i++) {
             int fd = events[i].data.fd;
             if (fd == children) {

@@ -52,7 +52,7 @@ enum {
     PERSON = 75,   // u32 uid, u32 gid, str name, str home
 };
 
-enum { EXEC_PTY = 1, EXEC_STDIN = 2 };
+enum { EXEC_PTY = 1, EXEC_STDIN = 2, EXEC_CORK = 4 }; // CORK: STARTED and what follows may wait a little for the end
 enum { WRITE_APPEND = 1, WRITE_PARENTS = 2 };
 
 #define WINDOW_START (1 << 20) // what either side may send of one id before it hears WINDOW or CREDIT
