@@ -158,7 +158,7 @@ def _send(layer: Any, remote: Remote, connection: http.client.HTTPConnection, me
 
 
 @contextlib.contextmanager
-def _within(connection: http.client.HTTPConnection, seconds: float) -> Iterator[None]:
+def within(connection: http.client.HTTPConnection, seconds: float) -> Iterator[None]:
     """What is not over by then is broken off, however slowly it comes; what goes wrong is said of the other side."""
     late = threading.Event()
 
@@ -180,8 +180,8 @@ def _within(connection: http.client.HTTPConnection, seconds: float) -> Iterator[
             f"no answer within {seconds:g} seconds" if late.is_set() or isinstance(error, TimeoutError) else str(error)
         )
         raise Unavailable(
-            f"the layer at {connection.host}:{connection.port} can't be reached: {said or type(error).__name__}",
-            hint="its projections are back when it is",
+            f"the server at {connection.host}:{connection.port} can't be reached: {said or type(error).__name__}",
+            hint="what it has is back when it is",
         ) from None
     finally:
         timer.cancel()
@@ -190,7 +190,7 @@ def _within(connection: http.client.HTTPConnection, seconds: float) -> Iterator[
 
 def _ask(layer: Any, remote: Remote, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
     connection = _connection(remote, SECONDS)
-    with _within(connection, SECONDS):
+    with within(connection, SECONDS):
         number = _send(layer, remote, connection, method, path, body, typed.TYPED)
         response = connection.getresponse()
         data = response.read(LARGEST + 1)
@@ -254,7 +254,7 @@ def follow(layer: Any, remote: Remote, arguments: Mapping[str, Any], over: Calla
     while not over():
         connection = _connection(remote, QUIET)
         try:
-            with _within(connection, 3600.0):
+            with within(connection, 3600.0):
                 _send(layer, remote, connection, "GET", f"/api/live?{asked}", b"", "text/event-stream")
                 response = connection.getresponse()
                 if response.status != 200:

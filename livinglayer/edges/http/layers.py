@@ -120,8 +120,12 @@ async def followed(
         yield b"retry: 1000\n\n"
         changed.set()
         while not serving.closing.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), live.HEARTBEAT)
+            waits = [asyncio.ensure_future(one.wait()) for one in (changed, serving.closing)]
+            await asyncio.wait(waits, timeout=live.HEARTBEAT, return_when=asyncio.FIRST_COMPLETED)
+            for each in waits:
+                each.cancel()
+            if serving.closing.is_set():
+                return
             if time.monotonic() - proven >= live.HEARTBEAT:
                 if signed((auth.given(request.headers) or ("", ""))[0]):
                     return
