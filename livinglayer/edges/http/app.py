@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -32,10 +32,7 @@ log = logging.getLogger("livinglayer.http")
 
 def part(name: str) -> Any:
     """A module of the edges, loaded when it is first asked for."""
-    try:
-        return importlib.import_module(f"livinglayer.edges.{name}")
-    except ModuleNotFoundError as error:  # XXX until all parts are there
-        raise NotFound(f"this server has no {error.name}") from None
+    return importlib.import_module(f"livinglayer.edges.{name}")
 
 
 class App:
@@ -148,17 +145,12 @@ class App:
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         async with contextlib.AsyncExitStack() as stack:
-            with contextlib.suppress(NotFound):  # XXX until it is there
-                self._mcp = await stack.enter_async_context(_running(part("mcp.server"), self.serving))
+            server = part("mcp.server")
+            await stack.enter_async_context(server.running(self.serving))
+            self._mcp = server.asgi(self.serving)
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
-
-
-@contextlib.asynccontextmanager
-async def _running(server: Any, serving: Serving) -> AsyncIterator[Any]:
-    async with server.running(serving):
-        yield server.asgi(serving)
 
 
 def hostname(host: str) -> str:
