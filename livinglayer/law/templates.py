@@ -265,7 +265,7 @@ class Plan:
         if not 1 <= len(args) <= 2 or not args[0].strip():
             raise Invalid("RUN has a command, and perhaps a user")
         shell = 'if [ -x /bin/bash ]; then exec /bin/bash -l -c "$1"; else exec /bin/sh -l -c "$1"; fi'
-        cwd = f'mkdir -p -- "$2" 2>/dev/null; cd -- "$2" && {shell}'
+        cwd = f'cd -- "$2" && {shell}'
         return {"run": ["/bin/sh", "-c", cwd, "run", args[0], self.cwd], "user": _user_name(args[1] if len(args) > 1 and args[1] else self.user), "env": dict(self.env)}  # fmt: skip
 
     def _copy(self, args: list[str], step: Mapping[str, Any], uploads: Path) -> dict[str, Any]:
@@ -295,10 +295,12 @@ class Plan:
             raise Invalid("USER has a name")
         self.user = _user_name(args[0])
 
-    def _workdir(self, args: list[str], step: Mapping[str, Any], uploads: Path) -> None:
+    def _workdir(self, args: list[str], step: Mapping[str, Any], uploads: Path) -> dict[str, Any]:
         if len(args) != 1 or not args[0]:
             raise Invalid("WORKDIR has a path")
         self.cwd = posixpath.normpath(posixpath.join(self.cwd, args[0]))
+        make = '[ -d "$1" ] || { mkdir -p -- "$1" && chown -- "$2" "$1"; }'
+        return {"run": ["/bin/sh", "-c", make, "workdir", self.cwd, self.user], "user": "root", "env": {}}
 
 
 def _user_name(name: str) -> str:
@@ -334,9 +336,9 @@ def build(
     try:
         return making.act(image, origin, start, ready, force, login)
     except LayerError as error:
-        error.details.setdefault("step", making.step)
-        making.log.add(error.message, "error", making.step)
-        raise Failed(error, making.step) from None
+        failed = Failed(error, making.step, making.doing)
+        making.log.add(failed.message, "error", making.step)
+        raise failed from None
     finally:
         making.log.flush()
 
@@ -356,9 +358,10 @@ class Failed(LayerError):
 
     code, status = "build_failed", 400
 
-    def __init__(self, error: LayerError, step: str) -> None:
-        super().__init__(error.message, hint=error.hint, step=step)
-        self.step = step
+    def __init__(self, error: LayerError, step: str, doing: str) -> None:
+        found = re.fullmatch(r"step \d+ \(.*\) failed with exit code (\d+): ?(.*)", error.message, re.DOTALL)
+        message = f"step {step} ({doing}) failed with exit code {found[1]}: {found[2]}" if found else error.message
+        super().__init__(message, hint=error.hint, step=step)
 
 
 def _begin(layer: Any, call: Call, name: str, build: str) -> None:
@@ -419,7 +422,7 @@ class Making:
         self.layer, self.call, self.row, self.build, self.plan, self.log = layer, call, row, build, plan, log
         self.template = row["annotations"]["template"]["id"]
         self.image = _image(self.template, build)
-        self.step = "base"
+        self.step = self.doing = "base"
         self.until = time.monotonic() + seconds()
 
     def act(
@@ -459,10 +462,9 @@ class Making:
         """What the host says of a build: its steps, and after `> ` what they print."""
         if found := re.match(r"step (\d+) of \d+: (.*)", line, re.DOTALL):
             self.step = str(self.plan.numbers[int(found[1]) - 1])
-            shown = self.plan.steps[int(found[1]) - 1]
-            what = shown["run"][4] if "run" in shown else f"COPY {shown['copy']['source']} {shown['copy']['to']}"
+            self.doing = _told(self.plan.steps[int(found[1]) - 1])
             kept = "CACHED " if found[2].endswith("(kept from before)") else ""
-            self.log.add(f"{kept}[{self.step}] {what}", "info", self.step)
+            self.log.add(f"{kept}[{self.step}] {self.doing}", "info", self.step)
         else:
             self.log.add(line.removeprefix("> "), "info", self.step)
 
@@ -559,6 +561,13 @@ class Making:
             place(self.layer, tx, str(there["name"]), tag, about)
 
 
+def _told(step: Mapping[str, Any]) -> str:
+    """A step as whoever wrote it knows it."""
+    if "copy" in step:
+        return f"COPY {step['copy']['source']} {step['copy']['to']}"
+    return f"{step['run'][3].upper()} {step['run'][4]:.200}"
+
+
 USUAL = {"", "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"}
 
 
@@ -636,12 +645,12 @@ def status(layer: Any, row: Mapping[str, Any], build: str, offset: int = 0, limi
             (number, limit, offset),
         )
     log = [{**_json(detail), "at": moment} for detail, moment in lines]
-    if outcome is not None:
+    if outcome is not None and outcome[0] != "lost":
         error = (_json(outcome[1]) or {}).get("error") or {}
         done = outcome[0] == "done"
         reason = None if done else {"message": error.get("message") or "the build was lost", "step": _last(layer, number)}  # fmt: skip
         return {"status": "ready" if done else "error", "log": log, "reason": reason}
-    if runner is None or _gone(layer, runner[0]):
+    if outcome is not None or runner is None or _gone(layer, runner[0]):
         told = "the server was stopped during the build: start another"
         return {"status": "error", "log": log, "reason": {"message": told, "step": _last(layer, number)}}
     return {"status": "building", "log": log, "reason": None}

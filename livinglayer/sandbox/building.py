@@ -93,7 +93,8 @@ async def _run_step(
 
         def sink(kind: int, data: bytes) -> None:
             if kind in (EXIT, DONE):
-                over.set_result(None)
+                if not over.done():
+                    over.set_result(None)
             else:
                 said.append(data)
                 if lines is not None:

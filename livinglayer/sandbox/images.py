@@ -361,7 +361,8 @@ class Images:
         names = await asyncio.to_thread(self.layers.resolve, base, progress)
         config = {} if base == HOST else dict((self.store.find_ref("image", base) or {}).get("config") or {})
         chain = chain_of(names)
-        ground = names[0] if base == HOST else ""  # a host's files have no hash; its mask changes with its /
+        hosted = names[-1] == HOST
+        ground = names[-2] if hosted else ""  # a host's files have no hash; its mask changes with its /
         for number, step in enumerate(checked, 1):
             key = blake3(json.dumps([1, chain, ground, step.key], separators=(",", ":")).encode()).hexdigest()
             cache = cache and not step.force
@@ -376,7 +377,7 @@ class Images:
             self.store.write_ref("step", key, {"layers": made})
             chain = (*made, *chain)
         own = [layer for layer in chain if HASH.fullmatch(layer)]
-        if base == HOST:
+        if hosted:
             # The mask and / are not part of an image's own layers: its name stands for a base on this host.
             document: dict[str, Any] = {"layers": list(chain), "config": config, "created": time.time()}
         else:

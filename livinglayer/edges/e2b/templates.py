@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -198,7 +199,7 @@ async def _upload(serving: Serving, request: Request, principal: str, hashed: st
     directory = templates.uploads(int(principal))
     await serving.do(_tidy, directory)
     new = directory / f".{secrets.token_hex(8)}.new"
-    file = open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")  # noqa: SIM115
+    file = open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
     size, digest = 0, hashlib.sha256()
     try:
         parts = request.stream()
@@ -270,14 +271,18 @@ async def _build(asked: Asked, id: str, build: str) -> Response:
     }  # fmt: skip
     loop, begun = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
+    def settle(error: LayerError | None) -> None:
+        if not begun.done():
+            begun.set_result(error)
+
     def run() -> None:
+        error = None
         try:
             asked.caller.layer.call("template.build", arguments)
-            error = None
         except LayerError as failed:
             error = failed
-        with _closing(loop):
-            loop.call_soon_threadsafe(lambda: begun.done() or begun.set_result(error))
+        with contextlib.suppress(RuntimeError):  # the server has ended: nobody waits
+            loop.call_soon_threadsafe(settle, error)
 
     thread = threading.Thread(target=run, name=f"build-{build[:8]}", daemon=True)
     running.add(thread)
@@ -289,19 +294,6 @@ async def _build(asked: Asked, id: str, build: str) -> Response:
             raise begun.result()
         if done or "execution" in entry:
             return Response(status_code=202)
-
-
-class _closing:
-    """A loop that has ended meanwhile hears nothing, and need not."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *_: object) -> bool:
-        return kind is RuntimeError and self._loop.is_closed()
 
 
 async def _status(asked: Asked, id: str, build: str, what: str) -> Response:

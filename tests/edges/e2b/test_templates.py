@@ -1,0 +1,293 @@
+"""E2B's templates, with its own client: built in boxes, cached, tagged, started, and told why when they fail."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edges.serving import Server
+from sandbox.test_images import Registry, needs_skopeo, registry, tar  # noqa: F401
+from sandbox.test_images import serve as publish
+
+from livinglayer.errors import LayerError
+
+e2b = pytest.importorskip("e2b")
+Template = getattr(e2b, "Template", None)
+
+
+@pytest.fixture(autouse=True)
+def api(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner's settings of E2B's client."""
+    for name, value in server.e2b().items():
+        monkeypatch.setenv(name, value)
+
+
+def ask(server: Server, method: str, path: str, said: Any = None, key: str | None = None) -> tuple[int, Any]:
+    data = None if said is None else said if isinstance(said, bytes) else json.dumps(said).encode()
+    headers = {"x-api-key": key or server.key(), "content-type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers, method=method), timeout=30) as answer:  # fmt: skip
+            return answer.status, json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"null")
+
+
+def test_a_template_is_built_and_opened(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "ctx.txt").write_text("hello")
+    (tmp_path / "src/deep").mkdir(parents=True)
+    (tmp_path / "src/deep/a.py").write_text("print('a')")
+    template = (
+        Template(file_context_path=str(tmp_path))
+        .from_base_image()
+        .set_envs({"GREETING": "hi there"})
+        .copy("ctx.txt", "/app/")
+        .copy("src", "/app/code", mode=0o755)
+        .set_workdir("/app")
+        .run_cmd('echo "$GREETING from $(whoami) in $PWD" > /tmp/said')
+        .run_cmd("echo root > /root/made", user="root")
+    )
+    lines: list[str] = []
+    built = Template.build(template, "my-tpl", cpu_count=1, memory_mb=256, on_build_logs=lambda line: lines.append(line.message))  # fmt: skip
+    assert any("COPY ctx.txt /app/" in line for line in lines)
+    assert Template.exists("my-tpl")
+    box = e2b.Sandbox.create("my-tpl")
+    assert box.commands.run("cat /tmp/said").stdout == "hi there from user in /app\n"
+    assert box.commands.run("cat /app/ctx.txt; stat -c '%U' /app/ctx.txt; stat -c %a /app/code/deep/a.py").stdout == "hellouser\n755\n"  # fmt: skip
+    assert box.commands.run("cat /root/made", user="root").stdout == "root\n"
+    assert box.get_info().memory_mb == 256
+    assert box.get_info().template_id == built.template_id
+    box.kill()
+    # A build is an execution: who, what, and what it printed.
+    (run,) = server.layer.query("select id, status, arguments from execution where verb = 'template.build'")
+    assert run["status"] == "done"
+    assert server.layer.query("select count(*) as n from step where execution = :e and kind = 'log'", {"e": run["id"]})[0]["n"] > 3  # fmt: skip
+    # The same again is kept from before; what is forced is not.
+    again: list[str] = []
+    Template.build(template, "my-tpl", on_build_logs=lambda line: again.append(line.message))
+    assert sum(line.startswith("CACHED") for line in again) == 5
+    forced: list[str] = []
+    Template.build(template, "my-tpl", skip_cache=True, on_build_logs=lambda line: forced.append(line.message))
+    assert not any(line.startswith("CACHED") for line in forced)
+    assert [row["templateID"] for row in ask(server, "GET", "/templates")[1]] == [built.template_id]
+    # Another stands on it.
+    Template.build(Template().from_template("my-tpl").run_cmd("cat /app/ctx.txt > /tmp/inherited"), "child")
+    child = e2b.Sandbox.create("child")
+    assert child.commands.run("cat /tmp/inherited /tmp/said").stdout == "hellohi there from user in /app\n"
+    child.kill()
+    for name in ("child", "my-tpl"):
+        assert ask(server, "DELETE", f"/templates/{name}")[0] == 204
+        assert not Template.exists(name)
+    with pytest.raises(e2b.SandboxException):
+        e2b.Sandbox.create("my-tpl")
+
+
+def test_a_step_that_fails_is_named(server: Server) -> None:
+    template = Template().from_base_image().run_cmd("echo fine").run_cmd("echo it broke here >&2; exit 7")
+    info = Template.build_in_background(template, "breaks")
+    with pytest.raises(e2b.BuildException, match="exit code 7"):
+        Template.build(template, "breaks")
+    for _ in range(100):
+        status = Template.get_build_status(info)
+        if status.status.value not in ("building", "waiting"):
+            break
+        time.sleep(0.1)
+    assert (status.status.value, status.reason.step) == ("error", "2")
+    assert "it broke here" in [line.message for line in status.log_entries]
+    with pytest.raises(e2b.SandboxException, match="no finished build"):
+        e2b.Sandbox.create("breaks")
+    assert ask(server, "POST", f"/v2/templates/{info.template_id}/builds/{info.build_id}", {"fromImage": "e2bdev/base"})[0] == 409  # fmt: skip
+
+
+def test_an_image_that_can_not_be_had_is_an_error_of_the_build() -> None:
+    with pytest.raises(e2b.BuildException, match=r"python:3\.11.*can't be had"):
+        Template.build(Template().from_image("127.0.0.1:1/python:3.11"), "far")
+    with pytest.raises(e2b.BuildException, match="no template 'nowhere'"):
+        Template.build(Template().from_template("nowhere"), "far")
+
+
+def test_tags(server: Server) -> None:
+    def build(text: str, name: str, **more: Any) -> Any:
+        return Template.build(Template().from_base_image().run_cmd(f"echo {text} > /tmp/which"), name, **more)
+
+    def which(name: str) -> str:
+        with e2b.Sandbox.create(name) as box:
+            return str(box.commands.run("cat /tmp/which").stdout).strip()
+
+    first = build("one", "tagged:v1", tags=["stable"])
+    second = build("two", "tagged")
+    assert {tag.tag: tag.build_id for tag in Template.get_tags("tagged")} == {"v1": first.build_id, "stable": first.build_id, "default": second.build_id}  # fmt: skip
+    assert (which("tagged:v1"), which("tagged"), which(f"{first.template_id}:stable")) == ("one", "two", "one")
+    assert Template.assign_tags("tagged:v1", ["production"]).build_id == first.build_id
+    assert which("tagged:production") == "one"
+    Template.remove_tags("tagged", "production")
+    with pytest.raises(e2b.SandboxException, match="production"):
+        e2b.Sandbox.create("tagged:production")
+    with pytest.raises(e2b.TemplateException):
+        Template.assign_tags("tagged:nowhere", ["x"])
+
+
+def test_a_start_command_runs_in_every_box(server: Server) -> None:
+    template = (
+        Template().from_base_image().run_cmd("mkdir -p /home/user/www && echo served > /home/user/www/index.html")
+        .set_workdir("/home/user/www").set_start_cmd("python3 -m http.server 8123", "python3 -c 'import urllib.request as u; u.urlopen(\"http://127.0.0.1:8123\")'")
+    )  # fmt: skip
+    Template.build(template, "starts")
+    with e2b.Sandbox.create("starts") as box:
+        assert box.commands.run("python3 -c 'import urllib.request as u; print(u.urlopen(\"http://127.0.0.1:8123\").read())'").stdout.startswith("b'served")  # fmt: skip
+    never = Template().from_base_image().set_start_cmd("exit 3", "false")
+    with pytest.raises(e2b.BuildException, match="exit code 3"):
+        Template.build(never, "never")
+
+
+def test_a_build_that_a_restart_interrupts_is_told(server: Server) -> None:
+    info = Template.build_in_background(Template().from_base_image().run_cmd("sleep 300"), "interrupted")
+    for _ in range(100):
+        if Template.get_build_status(info).log_entries:
+            break
+        time.sleep(0.05)
+    server.restart()
+    status = Template.get_build_status(info)
+    assert (status.status.value, "stopped during the build" in status.reason.message) == ("error", True)
+
+
+def test_a_build_that_hangs_is_ended(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYER_BUILD_SECONDS", "1")
+    made = server.layer.call("template.create", {"name": "hangs"})
+    steps = [{"type": "ENV", "args": ["A", "b"]}, {"type": "RUN", "args": ["echo before; sleep 300"]}]
+    given = {"template": "hangs", "build": made["build"], "image": "e2bdev/base", "steps": steps}
+    with pytest.raises(LayerError, match=r"step 2: .* longer than 1 seconds"):
+        server.layer.call("template.build", given)
+    status = ask(server, "GET", f"/templates/hangs/builds/{made['build']}/status")[1]
+    assert (status["status"], status["reason"]["step"]) == ("error", "2")
+    assert "before" in [line["message"] for line in status["logEntries"]]
+
+
+@needs_skopeo
+def test_an_image_of_a_local_registry(server: Server, registry: tuple[str, type[Registry]]) -> None:  # noqa: F811
+    address, handler = registry
+    publish(handler, [tar(("marker", b"from the registry"))])
+    Template.build(Template().from_image(f"{address}/team/app:1"), "pulled")
+    with e2b.Sandbox.create("pulled") as box:
+        assert box.files.read("/marker") == "from the registry"
+    (row,) = server.layer.query("select environment from blueprint where name = 'pulled'")
+    assert row["environment"] == {"FROM": "registry"}
+    with pytest.raises(e2b.BuildException, match="can't be had"):
+        Template.build(Template().from_image(f"{address}/team/app:missing"), "pulled")
+
+
+def test_templates_are_their_makers_own(server: Server) -> None:
+    Template.build(Template().from_base_image().run_cmd("echo mine > /tmp/whose"), "secretive")
+    ann = server.key("ann")
+    with pytest.raises(e2b.BuildException, match=r"may not call verb:template\.build"):
+        Template.build(Template().from_base_image(), "hers", api_key=ann)
+    for what in ("verb:template.build", "box:base"):
+        server.layer.grant("ann", "call", what)
+    assert not Template.exists("secretive", api_key=ann)
+    assert ask(server, "GET", "/templates", key=ann) == (200, [])
+    for method, path in (
+        ("DELETE", "/templates/secretive"),
+        ("GET", "/templates/secretive"),
+        ("GET", "/templates/secretive/tags"),
+    ):
+        assert ask(server, method, path, key=ann)[0] == 404
+    with pytest.raises(e2b.SandboxException):
+        e2b.Sandbox.create("secretive", api_key=ann)
+    with pytest.raises(e2b.BuildException, match="no template 'secretive'"):
+        Template.build(Template().from_template("secretive"), "stolen", api_key=ann)
+    built = Template.build(Template().from_base_image().run_cmd("echo hers > /tmp/whose"), "secretive", api_key=ann)
+    with e2b.Sandbox.create("secretive", api_key=ann) as box:  # the name is her own
+        assert box.commands.run("cat /tmp/whose").stdout == "hers\n"
+    with e2b.Sandbox.create("secretive") as box:
+        assert box.commands.run("cat /tmp/whose").stdout == "mine\n"
+    bob = server.key("bob")
+    assert not Template.exists(built.template_id, api_key=bob)
+    assert ask(server, "PATCH", f"/v2/templates/{built.template_id}", {"public": True}, ann)[0] == 200
+    with e2b.Sandbox.create("ann/secretive", api_key=bob) as box:
+        assert box.commands.run("cat /tmp/whose").stdout == "hers\n"
+    assert ask(server, "DELETE", f"/templates/{built.template_id}", key=bob)[0] == 403
+    denied = {"fromImage": "10.0.0.1:5000/internal:1", "steps": []}
+    made = ask(server, "POST", "/v3/templates", {"name": "inside"}, ann)[1]
+    ask(server, "POST", f"/v2/templates/{made['templateID']}/builds/{made['buildID']}", denied, ann)
+    for _ in range(50):
+        status = ask(server, "GET", f"/templates/{made['templateID']}/builds/{made['buildID']}/status", key=ann)[1]
+        if status["status"] == "error":
+            break
+        time.sleep(0.1)
+    assert "not for everybody" in status["reason"]["message"]
+
+
+def packed(*members: tuple[str, bytes | str]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                member.type, member.linkname = tarfile.SYMTYPE, content
+                archive.addfile(member)
+            else:
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def test_files_are_taken_by_a_link_of_their_own_and_harm_nobody(server: Server) -> None:
+    made = ask(server, "POST", "/v3/templates", {"name": "hostile"})[1]
+    hashed = "ab" * 32
+    status, link = ask(server, "GET", f"/templates/{made['templateID']}/files/{hashed}")
+    assert (status, link["present"]) == (201, False)
+
+    def put(url: str, data: bytes) -> int:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data, method="PUT"), timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    for wrong in (link["url"].replace(hashed, "cd" * 32), link["url"].replace("until=", "until=9"), link["url"][:-1], link["url"].partition("?")[0]):  # fmt: skip
+        assert put(wrong, b"x") == 401
+    hostile = packed(
+        ("../../../../../../tmp/e2b-escaped", b"x"), ("etc", "/etc"), ("etc/planted", b"x"), ("ok", b"fine")
+    )
+    assert put(link["url"], hostile) == 200
+    assert ask(server, "GET", f"/templates/{made['templateID']}/files/{hashed}") == (201, {"present": True})
+    step = {"type": "COPY", "args": ["ok", "/app/ok", "", ""], "filesHash": hashed}
+    path = f"/templates/{made['templateID']}/builds/{made['buildID']}"
+    assert ask(server, "POST", f"/v2{path}", {"fromImage": "e2bdev/base", "steps": [step]})[0] == 202
+    for _ in range(100):
+        status, told = ask(server, "GET", f"{path}/status")
+        if told["status"] in ("ready", "error"):
+            break
+        time.sleep(0.1)
+    assert not Path("/tmp/e2b-escaped").exists()
+    assert not Path("/etc/planted").exists()
+
+
+def test_odd_requests_are_refused(server: Server) -> None:
+    for body in ({}, {"name": 5}, {"name": "../x"}, {"name": "UPPER CASE"}, {"name": "a:b:c"}, {"name": "x", "tags": "y"}, {"name": "x", "tags": ["a b"]},
+                 {"name": "x", "cpuCount": -1}, {"name": "x", "memoryMB": 1 << 40}, {"name": "x", "memoryMB": True}, {"name": "ann/x"}, b"{", b"[]"):  # fmt: skip
+        assert ask(server, "POST", "/v3/templates", body)[0] == 400, body
+    assert ask(server, "POST", "/v3/templates", {"name": "base"})[0] == 409
+    made = ask(server, "POST", "/v3/templates", {"name": "odd"})[1]
+    path = f"/v2/templates/{made['templateID']}/builds/{made['buildID']}"
+    for body in (
+        {}, {"fromImage": "x", "fromTemplate": "y"}, {"fromImage": 5}, {"fromImage": "e2bdev/base", "steps": 5}, {"fromImage": "e2bdev/base", "steps": [5]},
+        {"fromImage": "e2bdev/base", "steps": [{"type": "EVAL", "args": []}]}, {"fromImage": "e2bdev/base", "steps": [{"type": "RUN", "args": []}]},
+        {"fromImage": "e2bdev/base", "steps": [{"type": "COPY", "args": ["a", "b"], "filesHash": "../../x"}]},
+        {"fromImage": "e2bdev/base", "steps": [{"type": "COPY", "args": ["a", "/b"], "filesHash": "ef" * 32}]},
+        {"fromImage": "e2bdev/base", "steps": [{"type": "ENV", "args": ["A"]}]}, {"fromImage": "e2bdev/base", "steps": [{"type": "USER", "args": ["a b"]}]},
+        {"fromImage": "e2bdev/base", "fromImageRegistry": {"type": "aws"}},
+    ):  # fmt: skip
+        status, answer = ask(server, "POST", path, body)
+        assert status == 400 and set(answer) == {"code", "message"}, (body, status, answer)
+    for method, where in (("GET", "/templates/nothing"), ("GET", "/templates/aliases/nothing"), ("GET", f"/templates/{made['templateID']}/builds/x/status"),
+                          ("POST", f"/v2/templates/{made['templateID']}/builds/x"), ("DELETE", "/templates/nothing"), ("GET", "/templates/a/b/c/d")):  # fmt: skip
+        assert ask(server, method, where, {} if method == "POST" else None)[0] in (400, 404), where
+    assert ask(server, "GET", f"/templates/{made['templateID']}/files/..%2f..%2fetc")[0] in (400, 404)
+    assert ask(server, "GET", f"/templates/{made['templateID']}/builds/{made['buildID']}/status?logsOffset=x")[0] == 400
