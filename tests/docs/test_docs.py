@@ -25,9 +25,11 @@ from livinglayer.edges.cli import (
     demo,
     functions,
     images,
+    layers,
     projections,
     replay,
     secrets,
+    serving,
     usage,
     why,
     workers,
@@ -358,7 +360,7 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 def test_every_command_that_is_named_exists() -> None:
     parts = (
         boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay, decide, agents, approvals, bundles, demo,
-        row_commands,
+        row_commands, layers, serving,
     )  # fmt: skip
     groups = {name: text for part in parts for name, text in part.GROUPS.items()}
     known = {*COMMANDS, *groups, *layer_command.VERBS}  # the last in a box
