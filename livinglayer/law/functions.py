@@ -65,7 +65,7 @@ def parts(what: str, given: Any) -> dict[str, Any]:
     """Declared reads or writes by entity, from a list of names or a dict; Invalid says what is wrong."""
     if given is None:
         return {}
-    if isinstance(given, list | tuple):
+    if isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
         given = {name: {} for name in given}
     if not isinstance(given, Mapping) or not all(isinstance(part, Mapping | None) for part in given.values()):
         raise Invalid(f"{what} are a list of entities, or a dict: entity -> fields, where")

@@ -47,7 +47,7 @@ def create(
         raise Invalid(f"there is no kind of token {kind!r}", hint=", ".join(KINDS))
     if not isinstance(name, str) or not 0 < len(name) <= 200:
         raise Invalid("a token has a name of up to 200 characters, to tell it from others")
-    if scope is not None and (isinstance(scope, str) or not scope or set(scope) - set(PARTS)):
+    if scope is not None and (isinstance(scope, str) or not scope or not all(part in PARTS for part in scope)):
         raise Invalid(f"the scope of a token is one or more of {', '.join(PARTS)}, not {scope!r}")
     if expires is not None and expires <= datetime.now(UTC):
         raise Invalid(f"a token that ended at {expires.isoformat()} is good for nothing")

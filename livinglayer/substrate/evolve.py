@@ -50,6 +50,8 @@ def define(
     missing = {label: row for label, row in rows.items() if there is None or label not in there.by_name}
     _add(tx, number, missing, fresh=there is None)
     entity = tx.schema.by_id[number]
+    if not all(isinstance(names, list | tuple) for names in unique):
+        raise Invalid("unique is a list of lists of fields", hint='[["first", "last"]]')
     sets = [[entity.get(n).id for n in names] for names in unique]
     fresh = [s for s in sets if tuple(s) not in entity.uniques]
     if fresh:

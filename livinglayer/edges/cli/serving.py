@@ -40,6 +40,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     arg("--allow-host", action="append", default=[], metavar="NAME", help="another name the server is asked by; may be repeated"),
     arg("--url", help="how others reach it, when something stands in front (default: http://HOST:PORT)"),
     arg("--no-worker", action="store_true", help="leave triggers, schedules and retries to `layer worker`"),
+    arg("--lock-out", type=int, default=20, metavar="N", help="wrong tokens an address may send in a minute (default: 20); more when many come through one proxy"),
     arg("--access-log", action="store_true", help="a line for each request"),
 )  # fmt: skip
 def up(layer: Layer, args: Namespace, out: Printer) -> int:
@@ -107,7 +108,7 @@ def prepared(layer: Layer, args: Namespace, port: int) -> Serving:
         hostname(domain),
         *map(hostname, args.allow_host),
     }
-    return Serving(layer, url, domain, frozenset(names), Gate(), Metrics(), url.startswith("https:"))  # fmt: skip
+    return Serving(layer, url, domain, frozenset(names), Gate(max(1, args.lock_out)), Metrics(), url.startswith("https:"))  # fmt: skip
 
 
 def listening(host: str, port: int) -> socket.socket:

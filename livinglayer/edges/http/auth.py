@@ -34,7 +34,8 @@ log = logging.getLogger("livinglayer.auth")
 class Gate:
     """What the server remembers of proofs: those that held this second, and the addresses of those that did not."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrong: int = WRONG) -> None:
+        self.most = wrong
         self.proven: OrderedDict[str, tuple[float, Proven]] = OrderedDict()
         self.wrong: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, how often
         self.seen: OrderedDict[tuple[int | None, str], None] = OrderedDict()  # tokens and where they were used
@@ -42,7 +43,7 @@ class Gate:
     def locked(self, address: str) -> bool:
         """Whether an address has failed too often."""
         since, count = self.wrong.get(address, (0.0, 0))
-        return count >= WRONG and time.monotonic() - since < MINUTE
+        return count >= self.most and time.monotonic() - since < MINUTE
 
     def failed(self, address: str) -> int:
         """Count a failure; how many there were this minute."""
@@ -50,7 +51,7 @@ class Gate:
         since, count = self.wrong.pop(address, (now, 0))
         if now - since > MINUTE:
             since, count = now, 0
-        self.wrong[address] = (since if count + 1 < WRONG else now, count + 1)
+        self.wrong[address] = (since if count + 1 < self.most else now, count + 1)
         _forget(self.wrong)
         return count + 1
 
@@ -131,9 +132,10 @@ async def prove(
 async def refused(serving: Serving, how: str, headers: Headers, address: str, detail: str) -> None:
     """Count and keep that a proof failed; an address that does so too often is locked out."""
     count = serving.gate.failed(address)
-    if count <= WRONG:
-        await keep(serving, how, "locked" if count == WRONG else "refused", headers, address, None, detail=detail)
-    if count >= WRONG:
+    most = serving.gate.most
+    if count <= WRONG or count == most:
+        await keep(serving, how, "locked" if count == most else "refused", headers, address, None, detail=detail)
+    if count >= most:
         raise locked_out()
 
 

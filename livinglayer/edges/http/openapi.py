@@ -246,7 +246,7 @@ def reads() -> dict[str, Any]:
     blob = asking("blob.get", "The content of a file field of a row you may read.", [of_path("digest")], {})
     blob["responses"]["200"]["content"] = binary
     store = asking("blob.store", "Store content for a file field: its hash, which a row then names.", [], kept)
-    store["requestBody"] = {"required": True, "content": binary}
+    store["requestBody"] = {"content": binary}
     stream = asking(
         "live", "Server-sent events: a query or projection told again when its answer changes, or the changes of an entity.",
         [named("sql", TEXT), named("params", TEXT), named("projection", TEXT), named("arguments", TEXT), named("entity", TEXT), named("id", {"type": "integer"}),
