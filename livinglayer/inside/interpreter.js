@@ -21,13 +21,23 @@ process.on("SIGINT", interrupted);
 process.on("uncaughtException", (error) => console.error(error));
 process.on("unhandledRejection", (error) => console.error(error));
 
+// A shell takes no `import … from`: what it means, as one it takes.
+const IMPORT = /(^|;)[ \t]*import\s+(?:([\w$]+)\s*,?\s*)?(?:\*\s*as\s+([\w$]+)\s*|\{([^}]*)\}\s*)?(?:from\s*)?(["'])([^"'\n]+)\5[ \t]*(?=;|$)/gm;
+function imported(code) {
+  return code.replace(IMPORT, (_, before, whole, all, some, quote, name) => {
+    const parts = [...(whole ? [`default: ${whole}`] : []), ...(some ?? "").split(",").map((part) => part.trim().replace(/\s+as\s+/, ": ")).filter(Boolean)];
+    const from = `await import(${quote}${name}${quote})`;
+    return before + ([all && `var ${all} = ${from}`, parts.length && `var { ${parts.join(", ")} } = ${from}`].filter(Boolean).join("; ") || from);
+  });
+}
+
 function run({ code, env }) {
   const before = Object.fromEntries(Object.keys(env).map((name) => [name, process.env[name]]));
   Object.assign(process.env, env);
   return new Promise((resolve, reject) => {
     interrupt = reject;
     process.off("SIGINT", interrupted); // while it runs Node's shell listens; while it waits we do
-    shell.eval(code + "\n", shell.context, "cell.js", (error, value) => (error ? reject(error) : resolve(value)));
+    shell.eval(imported(code) + "\n", shell.context, "cell.js", (error, value) => (error ? reject(error) : resolve(value)));
     process.on("SIGINT", interrupted);
   }).then(
     (value) => (value === undefined ? {} : { result: typeof value === "string" ? value : inspect(value) }),

@@ -108,6 +108,7 @@ def kernel(file: str, cwd: str) -> None:
     if inline is not None:  # it was loaded where there was no shell to make itself known to
         inline._enable_matplotlib_integration()
     formatters = shell.display_formatter.formatters
+    show_images()
     for type, formatter in (("e2b/data", Frames), ("e2b/chart", Charts), ("application/json", Structures)):
         formatters[type] = formatter()(parent=shell.display_formatter)
     sys.path[:] = [
@@ -117,6 +118,23 @@ def kernel(file: str, cwd: str) -> None:
     ]
     app.start()
     os._exit(0)
+
+
+def show_images() -> None:
+    """What PIL would open in a window, or saves to a file, is shown."""
+    try:
+        from IPython.display import display
+        from PIL.Image import Image
+    except ImportError:
+        return
+    save = Image.save
+
+    def shown(image: Any, file: Any, *given: Any, **more: Any) -> None:
+        if isinstance(file, str):
+            display(image)
+        save(image, file, *given, **more)
+
+    Image.save, Image.show = shown, lambda image, *given, **more: display(image)
 
 
 def Frames() -> Any:
@@ -472,7 +490,8 @@ class Program(Context):
             raise Refused(400, f"this box has no {language}")
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "interpreter.js")
         self._command = [program, script] if language == "javascript" else [program, "-c", BASH, "bash"]
-        self.start()
+        self._process: subprocess.Popen[bytes] | None = None  # until it is needed
+        self._count = 0
 
     def start(self) -> None:
         theirs, self._code = os.pipe()
@@ -486,11 +505,33 @@ class Program(Context):
         self._count = 0
 
     def stop(self) -> None:
-        if self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def interrupt(self) -> None:
-        os.killpg(self._process.pid, signal.SIGINT)
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGINT)
+
+    def restart(self) -> None:
+        self.stop()
+        with self.lock:
+            self._drop()
+
+    def close(self) -> None:
+        super().close()
+        with self.lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        """It has ended: nothing of it stays, and the next code starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            os.close(self._code)
+            os.close(self._said)
+            process.stdout.close()  # type: ignore[union-attr]
+            process.stderr.close()  # type: ignore[union-attr]
 
     def _pieces(self, code: str, variables: dict[str, str]) -> tuple[list[str], str, list[str]]:
         """What is to run before, the code, and what is to run after it."""
@@ -505,6 +546,8 @@ class Program(Context):
         return before, code, after
 
     def run(self, code: str, variables: dict[str, str], client: socket.socket) -> Iterator[Event]:
+        if self._process is None:
+            self.start()
         count = self._count = self._count + 1
         yield {"type": "number_of_executions", "execution_count": count}
         before, code, after = self._pieces(code, variables)
@@ -516,14 +559,7 @@ class Program(Context):
                 yield from self._one(piece, client)
         except (OSError, EOFError):
             yield from lost(self.language)
-            self._process.kill()
-            self._process.wait()
-            os.close(self._code)
-            os.close(self._said)
-            self._process.stdout.close()  # type: ignore[union-attr]
-            self._process.stderr.close()  # type: ignore[union-attr]
-            if not self.closed:
-                self.start()
+            self._drop()
             return
         if "result" in ended:
             yield {
@@ -605,8 +641,8 @@ class Contexts:
         """A new one."""
         language = self._known(language)
         cwd = HOME if not cwd else os.path.join(HOME, os.path.expanduser(cwd)) if isinstance(cwd, str) else ""
-        if not os.path.isdir(cwd):
-            raise Refused(400, f"{cwd!r} is not a directory of this box")
+        if not os.path.isdir(cwd) or not os.access(cwd, os.X_OK):
+            raise Refused(400, f"{cwd!r} is not a directory that the box's user can go to")
         made = Notebook(cwd, self._nursery, self._place) if language == "python" else Program(language, cwd)
         with self._lock:
             self._all[made.id] = made
@@ -629,8 +665,14 @@ class Contexts:
         return found
 
     def list(self) -> list[dict[str, str]]:
+        usual = [
+            self.usual(language)
+            for language in ("python", "javascript")
+            if language == "python" or shutil.which("node")
+        ]
         with self._lock:
-            return [context.described for context in self._all.values()]
+            others = [context for context in self._all.values() if context not in usual]
+        return [context.described for context in (*usual, *others)]
 
     def remove(self, id: str) -> None:
         found = self.get(id)
@@ -685,7 +727,6 @@ class Handler(BaseHTTPRequestHandler):
         if (method, path) == ("POST", ["execute"]):
             return self._execute(_mapping(body))
         if (method, path) == ("GET", ["contexts"]):
-            contexts.usual("python")
             return self._json(contexts.list())
         if (method, path) == ("POST", ["contexts"]):
             given = _mapping(body)

@@ -26,7 +26,7 @@ from ...errors import Conflict, LayerError, NotFound
 from ...sandbox.sandbox import AsyncPort
 from ..http.auth import COOKIES
 from ..http.serving import Serving
-from .reach import Reached, forget, missing
+from .reach import Gone, Reached, forget, missing, reach, stale
 
 List = list[tuple[bytes, bytes]]
 HEAD = 64 << 10  # bytes of the headers of an answer
@@ -126,7 +126,7 @@ async def carry(
     headers = _inward(serving, scope, box, port)
     exchange = _http if scope["type"] == "http" else _websocket
     try:
-        await exchange(scope, receive, send, box, line, target, headers)
+        await exchange(serving, scope, receive, send, box, line, target, headers)
     finally:
         await line.close()
 
@@ -144,11 +144,22 @@ async def _first(box: Reached, *works: Coroutine[Any, Any, Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _parted(serving: Serving, box: Reached) -> None:
+    """A server broke off: if that is the end of its box, whoever is told asks for the box next, and must hear that it is gone."""
+    for _ in range(10):
+        stale(serving, box.id)
+        try:
+            await reach(serving, box.id, wake=False)
+        except Gone:
+            return
+        await asyncio.sleep(0.05)
+
+
 # ---- HTTP ----
 
 
 async def _http(
-    scope: Scope, receive: Receive, send: Send, box: Reached, line: Line, target: bytes, headers: List
+    serving: Serving, scope: Scope, receive: Receive, send: Send, box: Reached, line: Line, target: bytes, headers: List
 ) -> None:
     inside = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD)
     begun = False
@@ -192,6 +203,7 @@ async def _http(
         await line.send(head or b"")
         await _first(box, ask(), answer())
     except (LayerError, OSError, h11.RemoteProtocolError) as error:
+        await _parted(serving, box)
         if begun:  # half an answer is cut off: the server does so when nobody ends it
             return
         if box.gone.is_set():
@@ -205,7 +217,7 @@ async def _http(
 
 
 async def _websocket(
-    scope: Scope, receive: Receive, send: Send, box: Reached, line: Line, target: bytes, headers: List
+    serving: Serving, scope: Scope, receive: Receive, send: Send, box: Reached, line: Line, target: bytes, headers: List
 ) -> None:
     await receive()  # websocket.connect
     inside = WSConnection(ConnectionType.CLIENT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,13 @@ def test_frames_come_as_tables_and_data(box: Sandbox) -> None:
     assert "<table" in (result.html or "") and result.formats() == ["text", "html", "data"]
 
 
+def test_images_are_shown(box: Sandbox) -> None:
+    made = "from PIL import Image; image = Image.new('RGB', (2, 2))\n"
+    for code in ("image", "image.show()", "image.save('x.png')"):
+        [result] = box.run_code(made + code).results
+        assert base64.b64decode(result.png or "").startswith(b"\x89PNG"), code
+
+
 PLOT = "import matplotlib.pyplot as plt\n"
 
 
@@ -169,6 +177,7 @@ def test_other_languages_remember_too_and_unknown_ones_are_refused(box: Sandbox)
     assert shell.error is not None and shell.error.value == "1"
     box.run_code("const q = {a: 5}", language="js")
     assert box.run_code("await Promise.resolve(q)", language="javascript").text == "{ a: 5 }"
+    assert box.run_code("import { join } from 'path'\njoin('a', 'b')", language="js").text == "a/b"
     thrown = box.run_code("throw new TypeError('no')", language="javascript").error
     assert thrown is not None and (thrown.name, thrown.value) == ("TypeError", "no")
     with pytest.raises(SandboxException, match=r"400.*python, javascript and bash"):
@@ -199,14 +208,20 @@ def test_bad_requests_are_told(server: Server, box: Sandbox) -> None:
     token = {"X-Access-Token": box._envd_access_token or ""}
     both = {"code": "1", "language": "python", "context_id": "x"}
     assert ask(server, box, "POST", "/execute", json=both, headers=token).status_code == 400
-    for body in (b"{", b"[]", b'{"code": 5}', b'{"code": "1", "env_vars": {"A": 1}}', b'{"code": "1", "env_vars": [1]}'):
+    for body in (
+        b"{",
+        b"[]",
+        b'{"code": 5}',
+        b'{"code": "1", "env_vars": {"A": 1}}',
+        b'{"code": "1", "env_vars": [1]}',
+    ):
         assert ask(server, box, "POST", "/execute", content=body, headers=token).status_code == 400, body
     assert ask(server, box, "POST", "/execute", json={"code": "1"}).status_code == 401
     assert ask(server, box, "POST", "/execute", json={"code": "1"}, headers={"X-Access-Token": "x"}).status_code == 401
     assert ask(server, box, "GET", "/elsewhere").status_code == 404
     assert ask(server, box, "PATCH", "/contexts").status_code in (404, 405, 501)
-    large = "x = '" + "y" * (3 << 20) + "'; len(x)"
-    assert box.run_code(large).text == str(3 << 20)
+    large = "x = '" + "y" * 500_000 + "'; len(x)"
+    assert box.run_code(large).text == "500000"
 
 
 def test_many_at_once_and_the_async_client(server: Server) -> None:
@@ -221,13 +236,22 @@ def test_many_at_once_and_the_async_client(server: Server) -> None:
                 *(box.run_code(f"print({n}); {n}") for n in range(4))
             )  # one context: one by one
             assert [(one.text, one.logs.stdout) for one in queued] == [(str(n), [f"{n}\n"]) for n in range(4)]
-            assert len(await box.list_code_contexts()) == 4
+            listed = await box.list_code_contexts()
+            assert [one.language for one in listed] == ["python", "javascript", "python", "python", "python"]
+            assert {one.id for one in listed[2:]} == {one.id for one in contexts}
             await box.restart_code_context(contexts[0])
             await box.remove_code_context(contexts[1])
         finally:
             await box.kill()
 
     asyncio.run(work())
+
+
+def test_the_end_of_a_box_is_told_apart_from_other_failures(server: Server) -> None:
+    box = Sandbox.create(timeout=120, **options(server))
+    threading.Timer(1.5, box.kill).start()
+    with pytest.raises(TimeoutException, match="sandbox was killed while the request was in progress"):
+        box.run_code("import time; time.sleep(300)", timeout=100)
 
 
 def test_state_survives_a_pause_and_a_restart_of_the_server(server: Server) -> None:
