@@ -283,6 +283,8 @@ def told(kind: str, spec: Mapping[str, Any]) -> Spec:
         return {k: v for k, v in spec.items() if (k, v) != ("effect", "allow")}
     back = {theirs: ours for ours, theirs in RENAMED.get(kind, {}).items()}
     given = {back.get(k, k): plain(v) for k, v in spec.items() if DEFAULTS.get(kind, {}).get(k) != v}
+    if kind == "projection" and "remote" in given:
+        del given["statement"]
     if kind == "function" and "reads" in given:
         reads = dict(given.pop("reads"))
         for ours, theirs in (("calls", "function"), ("projections", "projection")):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Invalid, LimitExceeded
+from ..law import projections
 from . import documents, files
 from .documents import wrong
 from .files import pack, unpack
@@ -182,6 +183,8 @@ class _Loading:
             self.code(name, spec)
         for name, spec in named.get("projections", {}).items():
             self.inline("projections", name, spec, "file", "statement")
+            if "remote" in spec:
+                spec["statement"] = projections.stand_in(spec["remote"])
         for name, spec in named.get("contracts", {}).items():
             self.inline("contracts", name, spec, "instructions_file", "instructions")
         entities = named.get("entities", {})

@@ -144,6 +144,8 @@ class Widening:
         return None
 
     def _projection(self, name: str, before: Any, after: Any) -> str | None:
+        if after is not None and after.get("remote") is not None and (before or {}).get("remote") != after["remote"]:
+            return f"it makes this layer ask {after['remote'].get('url')}"
         changed = before is not None and after is not None and before["statement"] != after["statement"]
         return "it shows what whoever applies this may see" if changed else None
 

@@ -24,7 +24,7 @@ def define(
     if statement is None:
         if remote is None:
             raise Invalid(f"projection {name!r:.120} needs a statement", hint="one SELECT, or a remote")
-        statement = elsewhere.statement(elsewhere.check(remote))
+        statement = stand_in(remote)
     row = {
         "name": name, "statement": statement, "parameters": parameters or None, "description": description,
         "freshness": freshness, "remote": remote or None,
@@ -38,6 +38,11 @@ def remove(call: Call, *, name: str) -> Any:
     """Take a projection away; its history stays."""
     row = row_of(call.layer, "projection", name, call.branch)
     return call.layer.delete("projection", row["id"], branch=call.branch, reason=call.reason)
+
+
+def stand_in(remote: Any) -> str:
+    """What the row of a projection that is another layer's has in the place of a statement."""
+    return elsewhere.statement(elsewhere.check(remote))
 
 
 def check(layer: Any, row: Mapping[str, Any], principal: int, branch: str = "main") -> None:

@@ -57,6 +57,7 @@ def by_hand(layer: Layer) -> None:
         stops=[{"denials": 3}],
     )
     layer.principal("bot", attributes={"size": 1.5, "of": ["a", None]})
+    layer.call("projection.define", name="theirs", remote={"url": "https://other.test", "projection": "shown"})
 
 
 DIRECTIONS = [(one, other) for one in ("sqlite", "postgres") for other in ("sqlite", "postgres")]
