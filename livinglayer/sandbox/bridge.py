@@ -24,8 +24,10 @@ REACHES = "reaches"  # the label that says which it may connect to
 
 
 async def relay(host: "Host", box: Box, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Carry one connection from the host's loopback to a port of a box, waking the box if it sleeps."""
+    """Carry one connection from the host's loopback to a port of a box, waking the box if it sleeps or is suspended."""
     try:
+        if box.state == "suspended":
+            await host.resume(box)
         await Carried((await host.awake(box)), port).run(reader, writer)
     except LayerError:
         writer.close()

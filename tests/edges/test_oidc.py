@@ -74,6 +74,7 @@ def me(server: Server, browser: httpx.Client) -> Any:
 
 def test_whoever_a_row_knows_is_signed_in(server: Server, provider: Provider, configure: Callable[..., None]) -> None:
     known(server)
+    assert 'href="/login/oidc"' in httpx.get(server.url).text
     browser, answer = browse(server, "/api/query?sql=select+1")
     assert answer.status_code == 303 and answer.headers["location"] == "/api/query?sql=select+1"
     assert me(server, browser) == 200

@@ -50,7 +50,9 @@ async def page(serving: Serving, request: Request) -> Response:
 
 
 def signed_out(serving: Serving) -> str:
-    oidc = '<p><a href="/login/oidc">Sign in with your organisation</a></p>' if serving.more.get("oidc") else ""
+    from .oidc import place
+
+    oidc = '<p><a href="/login/oidc">Sign in with your organisation</a></p>' if place(serving.layer.id).exists() else ""
     return (
         "<h1>Living Layer</h1><p>You are not signed in. On the machine where it runs, <code>layer login</code> prints a "
         f"link that signs you in, once.</p>{oidc}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -256,3 +257,19 @@ while True:
     assert "101" in done.stdout.text and "hi" in done.stdout.text, done
     wait_until(lambda: network(box, protocol="ws"), "it is told")
     assert network(box, protocol="ws")[0]["path"] == "/ws"
+
+
+def test_an_exposed_port_wakes_a_suspended_box(boxes: Callable[..., Any]) -> None:
+    web = boxes(serves=True, name="web")
+    address = web.expose(8080)
+    web.suspend()
+    with socket.create_connection(address, 20) as peer:
+        assert peer.recv(1) == b""  # at this tier its programs ended: nothing listens
+    assert web.info()["state"] == "running"
+
+
+def test_what_builds_an_image_reaches_no_box(boxes: Callable[..., Any]) -> None:
+    boxes(serves=True, name="web")
+    ask = "curl -s -m 10 http://web.box.internal:8080/ && exit 1 || exit 0"
+    made = boxes(packages=[{"run": ask}], egress=[{"box": "web", "port": 8080}], name="asks")
+    assert get(made, "http://web.box.internal:8080/x")[0] == 200  # the box itself does
