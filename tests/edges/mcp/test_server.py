@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -152,3 +157,11 @@ def test_a_client_starts_it_itself(server: Server, mode: str) -> None:
             assert "query" in await names(client)
 
     run(act())
+
+
+def test_the_programs_of_the_page_work(server: Server) -> None:
+    page = (Path(__file__).parents[3] / "docs/mcp.md").read_text()
+    [code] = re.findall(r"^```python client\n(.*?)^```", page, re.M | re.S)
+    environment = os.environ | {"LAYER_URL": server.url, "LAYER_TOKEN": server.token()}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[{'n': 42}]\n", done.stderr
