@@ -66,7 +66,7 @@ class Request:
                 if message["role"] != "tool":
                     break
                 found.insert(0, (message["tool_call_id"], _text(message["content"]), False))
-            else:
+            elif message["role"] != "system":
                 blocks = message["content"] if isinstance(message["content"], list) else []
                 return [
                     (block["tool_use_id"], _text(block.get("content", "")), bool(block.get("is_error")))
@@ -406,7 +406,9 @@ def _text(content: Any) -> str:
 
 
 def _check(api: Api, body: Mapping[str, Any], headers: Mapping[str, str], key: str | None) -> None:
-    given = headers.get("x-api-key") if api == "anthropic" else headers.get("authorization", "").removeprefix("Bearer ")
+    given = (api == "anthropic" and headers.get("x-api-key")) or headers.get("authorization", "").removeprefix(
+        "Bearer "
+    )
     _need(given and key in (None, given), "invalid x-api-key" if api == "anthropic" else "Incorrect API key", 401)
     _need(isinstance(body.get("model"), str) and body["model"], "model: Field required")
     _need(isinstance(body.get("messages"), list) and body["messages"], "messages: at least one message is required")
@@ -433,7 +435,9 @@ def _check(api: Api, body: Mapping[str, Any], headers: Mapping[str, str], key: s
     if api == "anthropic":
         _need("anthropic-version" in headers, "anthropic-version: header is required")
         _need("max_tokens" in body, "max_tokens: Field required")
-        _check_anthropic(body["messages"])
+        # with a beta there may be instructions in the midst of a conversation, and at its end
+        beta = "anthropic-beta" in headers
+        _check_anthropic([one for one in body["messages"] if not (beta and one["role"] == "system")])
     else:
         _need("stream_options" not in body or body.get("stream"), "stream_options: only allowed with stream")
         _check_openai(body["messages"])
