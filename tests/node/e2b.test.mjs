@@ -15,7 +15,9 @@ let box;
 before(async () => {
   box = await Sandbox.create({ timeoutMs: 120_000, metadata: { k: "v of js" }, envs: { FOO: "bar" } });
 });
-after(() => box.kill());
+after(async () => {
+  for (const one of await Sandbox.list().nextItems()) await Sandbox.kill(one.sandboxId);
+});
 
 async function until(act, what) {
   for (let left = 200; left > 0; left--) {

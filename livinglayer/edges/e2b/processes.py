@@ -54,6 +54,8 @@ async def start(asked: Asked, receive: Receive, send: Send) -> None:
     notes = {"cmd": command, "args": args, "envs": envs}
     if cwd:
         notes["cwd"], cwd = cwd, await asked.path(cwd)
+    elif (own := (asked.box.held.get("template") or {}).get("cwd")) != "/home/user":
+        cwd = own or ""  # its template's WORKDIR
     if field(message, "tag") is not None:
         notes["tag"] = text(message, "tag")
     following = await asked.box.box.follow_start(
