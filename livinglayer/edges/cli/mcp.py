@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from livinglayer import Layer
 
 
+GROUPS: dict[str, str] = {}
+
+
 @command("mcp", flags="as")
 def mcp(layer: Layer, args: Namespace, out: Printer) -> None:
     """Speak MCP on standard input and output, as you (or --as somebody), until the client hangs up."""
