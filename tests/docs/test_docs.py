@@ -26,6 +26,7 @@ from livinglayer.edges.cli import (
     functions,
     images,
     layers,
+    mcp,
     projections,
     replay,
     secrets,
@@ -360,7 +361,7 @@ def test_every_function_that_is_listed_may_be_called_and_sqlites_list_is_whole()
 def test_every_command_that_is_named_exists() -> None:
     parts = (
         boxes, images, secrets, functions, workers, why, contracts, projections, usage, replay, decide, agents, approvals, bundles, demo,
-        row_commands, layers, serving,
+        row_commands, layers, mcp, serving,
     )  # fmt: skip
     groups = {name: text for part in parts for name, text in part.GROUPS.items()}
     known = {*COMMANDS, *groups, *layer_command.VERBS}  # the last in a box

@@ -22,7 +22,7 @@ from livinglayer.edges.cli import (
     images,
     layers,
     locate,
-    mcp,  # noqa: F401  (its command is in the table)
+    mcp,
     projections,
     replay,
     rows,
@@ -97,6 +97,7 @@ def verbs(groups: dict[str, Any], name: str) -> Any:
             demo,
             rows,
             serving,
+            mcp,
         )
         what = next(part.GROUPS[name] for part in parts if name in part.GROUPS)
         sub = verbs(groups, above).add_parser(last, help=what, description=what)
