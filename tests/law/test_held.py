@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,9 +22,11 @@ embedded = pytest.mark.parametrize("engine", ["sqlite"], indirect=True)  # where
 @pytest.fixture
 def room(layer: Layer, boxes: Host) -> Iterator[Layer]:
     """A layer with a blueprint that ann may open boxes of, and somebody who looks after them."""
-    yield from prepared(layer)
+    with prepared(layer):
+        yield layer
 
 
+@contextlib.contextmanager
 def prepared(layer: Layer) -> Iterator[Layer]:
     layer.call("blueprint.define", name="small", tier="namespace", limits={"memory": "128M"}, egress=["api.test"])
     for name in ("ann", "bob"):
@@ -32,10 +35,12 @@ def prepared(layer: Layer) -> Iterator[Layer]:
     layer.grant("ann", "read", "execution")
     layer.grant("ann", "read", "step")
     tending.of(layer).look()
-    yield layer
-    for box in Sandbox.list(labels={"layer": layer.id}):
-        box.kill()
-    tending.of(layer).close()
+    try:
+        yield layer
+        for box in Sandbox.list(labels={"layer": layer.id}):
+            box.kill()
+    finally:
+        tending.of(layer).close()
 
 
 def opened(layer: Layer, **more: Any) -> dict[str, Any]:
@@ -252,7 +257,7 @@ def test_wrong_arguments_are_refused_before_anything_is_made(room: Layer) -> Non
 
 @embedded
 def test_boxes_outlive_their_host(layer: Layer, own_host: Host) -> None:
-    for room in prepared(layer):
+    with prepared(layer) as room:
         stays, ends = opened(room), opened(room, timeout=4, environment={"A": "b"})
         room.call("box.pause", box=stays["box"], principal="ann")
         own_host.crash()

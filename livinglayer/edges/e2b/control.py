@@ -140,10 +140,7 @@ async def _handle(serving: Serving, request: Request) -> Response:
 
 
 def _elsewhere(first: str) -> Any:
-    try:
-        return importlib.import_module(f"{__package__}.{ELSEWHERE[first]}")
-    except ModuleNotFoundError:
-        raise NotFound(f"there is nothing at /{first}") from None
+    return importlib.import_module(f"{__package__}.{ELSEWHERE[first]}")  # which imports this one
 
 
 async def _is_snapshot(serving: Serving, request: Request, caller: Caller, path: str) -> bool:
@@ -273,10 +270,8 @@ def _key(request: Request) -> str | None:
 
 async def _blueprint(asked: Asked, template: str) -> str:
     """The blueprint that a template is, by whichever name it is called."""
-    try:
-        templates = importlib.import_module(f"{__package__}.templates")
-    except ModuleNotFoundError:
-        return template
+    from . import templates
+
     return str(await asked.serving.do(templates.resolve, asked.caller.layer, asked.caller.principal, template))
 
 

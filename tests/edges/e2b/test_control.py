@@ -9,7 +9,8 @@ import httpx
 import pytest
 from e2b import AsyncSandbox, Sandbox, SandboxException, SandboxQuery, SandboxState
 from e2b.exceptions import AuthenticationException, SandboxNotFoundException
-from edges.serving import Server
+from edges.serving import Serve, Server
+from sandbox.hosts import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -260,4 +261,52 @@ def test_boxes_survive_a_restart_of_the_server(server: Server) -> None:
     again = Sandbox.connect(box.sandbox_id)
     assert again._envd_access_token == box._envd_access_token
     assert server.layer.call("box.read", box=box.sandbox_id, path="/home/user/a")["content"] == "here\n"
+    box.kill()
+
+
+@pytest.mark.parametrize("engine", ["postgres"], indirect=True)
+def test_two_servers_of_one_layer_serve_the_same_boxes(
+    serve: Serve, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = serve(location), serve(location)
+    for name, value in one.e2b().items():
+        monkeypatch.setenv(name, value)
+    there = {"api_url": two.url, "sandbox_url": two.url, "api_key": one.key()}
+    box = Sandbox.create(timeout=60)
+    assert box.commands.run("echo hi > a; cat a").stdout == "hi\n"
+    seen = Sandbox.connect(box.sandbox_id, **there)
+    assert seen.commands.run("cat a").stdout == "hi\n"
+    assert [found.sandbox_id for found in Sandbox.list(**there).next_items()] == [box.sandbox_id]
+    seen.pause()
+    assert box.get_info().state == SandboxState.PAUSED
+    box.connect(timeout=60)
+    assert seen.is_running()
+    assert seen.kill() is True
+    assert box.kill() is False
+    number = one.layer.query("select id from execution where verb = 'box.open'")[0]["id"]
+    wait_until(lambda: one.layer.query("select 1 as n from usage where execution = :id", {"id": number}), "it is over")
+    commands = one.layer.query("select count(*) as n from step where execution = :id and kind = 'command'", {"id": number})  # fmt: skip
+    assert commands == [{"n": 2}]
+
+
+def test_a_killed_box_cuts_off_what_is_open(server: Server) -> None:
+    box = Sandbox.create(timeout=60)
+    sleeping = box.commands.run("sleep 60", background=True)
+    box.kill()
+    with pytest.raises(SandboxException):
+        sleeping.wait()
+    assert not box.is_running()
+
+
+def test_a_paused_counter_goes_on_counting(server: Server) -> None:
+    box = Sandbox.create(timeout=60)
+    box.commands.run("i=0; while :; do i=$((i+1)); echo $i > count; sleep 0.01; done", background=True, timeout=0)
+    before = 0
+    for turn in range(3):
+        box.files.write(f"file{turn}", str(turn))
+        box.pause()
+        box.connect(timeout=60)
+        assert [box.files.read(f"file{n}") for n in range(turn + 1)] == [str(n) for n in range(turn + 1)]
+        wait_until(lambda: int(box.files.read("count") or 0) > before, "it goes on counting")  # noqa: B023
+        before = int(box.files.read("count") or before)
     box.kill()
