@@ -15,7 +15,7 @@ from typing import Any
 from livinglayer.errors import Invalid
 from livinglayer.sandbox.egress import names, rules
 from livinglayer.sandbox.egress.rules import Rule
-from livinglayer.sandbox.egress.secrets import PREFIX
+from livinglayer.sandbox.egress.secrets import PREFIX, variable
 
 KEYS = ("allow", "deny", "headers")
 MANY = 1000  # entries of a list
@@ -137,11 +137,7 @@ def _headers(given: object) -> dict[str, dict[str, str]]:
     for host, values in given.items():
         where = place(host)
         checked = dict(rules.parse_one({"host": "checked.test", "headers": values}).headers)
-        for text in checked.values():
-            for name in SECRET.findall(text):
-                if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                    raise Invalid(f"{name!r:.100} can't be the name of a secret", hint="letters, digits and _")
-        filled = {name: SECRET.sub(lambda m: PREFIX + m[1], text) for name, text in checked.items()}
+        filled = {name: SECRET.sub(lambda m: PREFIX + variable(m[1]), text) for name, text in checked.items()}
         found[_spelled(where) if isinstance(where, Network) else where] = filled
     return dict(sorted(found.items(), key=lambda one: _breadth(one[0])))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import json
 import math
@@ -373,6 +374,11 @@ def _resolve(given: object) -> tuple[str, int | None] | None:
     raise Invalid(f"resolve {given!r}", hint="an address to dial, as 10.0.0.7 or 10.0.0.7:8080")
 
 
+@functools.lru_cache(4096)
+def _network(pattern: str) -> ipaddress.IPv4Network:
+    return ipaddress.IPv4Network(pattern)
+
+
 def host_matches(pattern: str, host: str) -> bool:
     """`*.test` matches `a.test` and `a.b.test`, never `test`; `*` matches names and addresses alike."""
     if pattern == "*":
@@ -380,7 +386,7 @@ def host_matches(pattern: str, host: str) -> bool:
     if pattern.startswith("*."):
         return host.endswith(pattern[1:]) and not names.is_address(host)
     if "/" in pattern:
-        return names.is_address(host) and ipaddress.IPv4Address(host) in ipaddress.IPv4Network(pattern)
+        return names.is_address(host) and ipaddress.IPv4Address(host) in _network(pattern)
     return host == pattern
 
 

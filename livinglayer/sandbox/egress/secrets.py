@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,6 +24,15 @@ TELLING = 8  # characters of a header's value from which on it is hidden: shorte
 HARMLESS = ("accept", "content-", "user-agent", "cache-control", "origin", "referer", "x-requested-with")
 HEADER = b"LAYER_HEADER"
 Escape = Callable[[str], bytes]
+
+
+def variable(name: str) -> str:
+    """The name of a variable for a secret that is called otherwise, as openai-api-key: the same every time, and another for another."""
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        return name
+    return f"{re.sub('[^A-Za-z0-9]', '_', name)[:80]:_>1}_{hashlib.sha256(name.encode()).hexdigest()[:8]}".lstrip(
+        "0123456789"
+    )
 
 
 def plain(value: str) -> bytes:
