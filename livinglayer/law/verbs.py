@@ -240,7 +240,8 @@ def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> A
     if execution.brief and execution.id is not None:
         layer._ledger.let_go(execution)
     elif execution.open:
-        layer._ledger.conclude(execution, "done", {"value": result} if len(dumps(result)) < 65536 else None)
+        kept = dumps(result)  # a Decimal is a text in there
+        layer._ledger.conclude(execution, "done", {"value": json.loads(kept)} if len(kept) < 65536 else None)
     return result
 
 

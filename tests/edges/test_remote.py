@@ -222,3 +222,12 @@ def test_a_live_stream_of_what_may_not_be_seen_is_not_there(server: Server) -> N
                 next(stream)
         with pytest.raises(NotFound):
             next(ben.live("select * from hidden_thing"))
+
+
+def test_what_the_page_shows_works(server: Server) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
+    blocks = re.findall(r"^```py\n(.*?)^```", page, re.M | re.S)
+    names: dict[str, Any] = {"url": server.url, "token": server.token("owner"), "Decimal": Decimal}
+    for block in blocks:
+        exec(compile(block, "client.md", "exec"), names)
+    assert len(blocks) == 3
