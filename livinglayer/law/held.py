@@ -107,7 +107,8 @@ class Making:
         for variable, value in (environment or {}).items():
             check_variable(variable, value)
         self.shape: Blueprint = shaped.changed(
-            env={**shaped.env, **(environment or {})}, mounts=(*shaped.mounts, *_mounts(layer, principal, volumes, shaped.tier))
+            env={**shaped.env, **(environment or {})},
+            mounts=(*shaped.mounts, *_mounts(layer, principal, volumes, shaped.tier)),
         )
 
     def execution(
@@ -347,7 +348,7 @@ def told(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def resting(found: Mapping[str, Any]) -> bool:
     """Whether a box stands still until somebody lets it go on: one that its host put aside for a while does not."""
-    return found["state"] in ("paused", "suspended") or (found["state"] == "sleeping" and found["life"]["until"] is None and found["life"]["seconds"] is not None)  # fmt: skip
+    return bool(found["resting"])
 
 
 def shown(layer: Any, found: Mapping[str, Any], names: dict[int, str] | None = None) -> dict[str, Any]:

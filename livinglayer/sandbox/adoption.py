@@ -87,6 +87,7 @@ async def _adopt_one(
     box.created, box.parent, box.snapshot = record["created"], record["parent"], record["snapshot"]
     box.labels, box.token = record.get("labels") or {}, record.get("token")
     box.life, box.asleep = Life(**record.get("life") or {}), bool(record.get("asleep"))
+    box.rested = bool(record.get("rested"))
     box.spent, box.requests = record.get("spent") or box.spent, record.get("requests") or box.requests
     host.boxes[id] = box
     host.names[record["name"]] = id
@@ -121,7 +122,7 @@ async def _adopt_one(
                 await host.spawner.release(id)
         host.drop_resources(box)
         box.state = "suspended"  # its processes went with the host; its files stay
-        box.asleep = box.asleep or (record["state"] == "running" and box.life.seconds is not None)
+        box.asleep = box.asleep or (record["state"] == "running" and box.life.given)
     host.arm(box)
     for event in exchanges.untold(host.state, id, box.trace):
         box.trace.add("network", **{key: value for key, value in event.items() if key not in ("event", "box", "at")})

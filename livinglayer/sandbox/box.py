@@ -40,6 +40,7 @@ class Life:
     then: Literal["kill", "pause"] = "kill"
     wakes: bool = False
     memory: bool = True  # stays when it is paused
+    given: bool = False  # somebody said how long: it goes on after its host was away, whatever its tier
     until: float | None = None  # when its time is over, if that is running
 
     def change(self, given: object) -> None:
@@ -92,6 +93,7 @@ class Box:
         self.state: State = "starting"
         self.keeps_files = False  # a build step: what it wrote is taken when it has ended
         self.asleep = False  # put to sleep for idleness, or by its life: any touch wakes it
+        self.rested = False  # it stands still because somebody said so, or its time was over
         self.life = Life()
         self.alarm: asyncio.TimerHandle | None = None  # when its time is over
         self.spent = {"cpu": 0.0, "seconds": 0.0}  # before it was last suspended
@@ -197,6 +199,7 @@ class Box:
             "user": self.blueprint.user,
             "isolation": self.driver.capabilities.isolation,
             "state": "sleeping" if self.asleep else self.state,
+            "resting": self.state in ("paused", "suspended") and (self.rested or not self.asleep),
             "limits": {key: getattr(self.blueprint, key) for key in ("memory", "pids", "cpu", "disk")},
             "egress": [shown(rule) for rule in self.blueprint.egress],
             "created": self.created,
@@ -236,6 +239,7 @@ class Box:
             "token": self.token,
             "life": asdict(self.life),
             "asleep": self.asleep,
+            "rested": self.rested,
             "spent": self.spent,
             "requests": self.requests,
             "cgroup": {controller: str(path) for controller, path in self.spec.cgroup.directories.items()},

@@ -254,6 +254,7 @@ class Host:
         box.since = time.time()
         if life:
             box.life.change(life)
+            box.life.given = True
             self.arm(box)
         box.trace.add(
             "create",
@@ -540,12 +541,13 @@ class Host:
         box.trace.add("limit", limit="time", seconds=life.seconds, then=life.then)
         if life.then == "kill":
             return await self.kill(box)
-        life.until = None
+        life.until, box.rested = None, True
         try:
             if box.state == "running":
                 await self.rest(box, life.memory)
         except LayerError as error:  # better gone on than gone
             box.trace.add("limit", limit="time", error=error.message)
+            box.rested = False
             life.begin()
             return self.arm(box)
         box.asleep = life.wakes
@@ -561,7 +563,7 @@ class Host:
         else:
             await self.pause(box)
             found = {"memory": True}
-        box.asleep = box.life.wakes
+        box.asleep, box.rested = box.life.wakes, True
         box.save(self.records)
         return found
 
@@ -619,7 +621,7 @@ class Host:
         return stood
 
     async def _resume(self, box: Box) -> None:
-        box.asleep = False
+        box.asleep = box.rested = False
         if box.state == "paused" and box.guest is not None:
             await box.guest.resume()
         elif box.state == "suspended":
@@ -900,6 +902,7 @@ class Host:
                 child.labels, child.token = dict(its), token
                 self.name_channel(child)
                 child.life.change(life or {})
+                child.life.given = life is not None
                 self.arm(child)
                 child.save(self.records)
             return children
@@ -1046,7 +1049,7 @@ class Host:
                 if box.name is None:
                     await self.kill(box)
                 elif not isinstance(box.guest, NamespaceGuest) and box.state in ("running", "paused"):
-                    wakes = box.asleep or (box.state == "running" and box.life.seconds is not None)
+                    wakes = box.asleep or (box.state == "running" and box.life.given)
                     await self.suspend(box)
                     box.asleep = wakes  # it goes on when somebody wants something of it
         await asyncio.sleep(0)  # the end of each is told by a callback

@@ -260,10 +260,14 @@ def test_boxes_outlive_their_host(layer: Layer, own_host: Host) -> None:
     with prepared(layer) as room:
         stays, ends = opened(room), opened(room, timeout=4, environment={"A": "b"})
         room.call("box.pause", box=stays["box"], principal="ann")
+        room.call("secret.set", name="KEY", value="value")
+        room.call("blueprint.define", name="lent", secrets=["KEY"], egress=[{"host": "api.test", "secrets": ["KEY"]}])
+        lent = room.call("box.open", blueprint="lent", timeout=600)["box"]
         own_host.crash()
         found = {box["box"]: box for box in room.call("box.list")}
-        assert {stays["box"]: "paused", ends["box"]: "running"} == {id: box["state"] for id, box in found.items()}
+        assert {stays["box"]: "paused", ends["box"]: "running", lent: "running"} == {id: box["state"] for id, box in found.items()}
         assert room.call("box.run", box=ends["box"], command="echo $A", principal="ann")["stdout"] == "b\n"
+        wait_until(lambda: held.info(lent)["secrets"] == ["KEY"], "its secrets were said again")
         assert over(room, ends["execution"])["result"]["ended"] == "its time was over"
         room.call("box.resume", box=stays["box"], timeout=60, principal="ann")
         assert room.call("box.run", box=stays["box"], command="true", principal="ann")["exit_code"] == 0
