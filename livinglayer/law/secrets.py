@@ -484,10 +484,12 @@ def forget_key(layer: Any, key: str, *, principal: str | None = None, reason: st
     with layer._ledger.work() as work:
         _owners_only(work, execution, "forget a key of secrets")
         path = key_file(layer.id)
+        if not path.exists():
+            raise NotFound(f"there is no key {key!r:.120}: there are none", hint="layer secret keys")
         with _writing(path):
             ring = load(layer.id)
             if key not in ring.keys:
-                raise NotFound(f"there is no key {key!r} in {path}", hint="layer secret keys")
+                raise NotFound(f"there is no key {key!r:.120} in {path}", hint="layer secret keys")
             if key == ring.current:
                 raise Conflict(f"key {key} is the one that seals", hint="layer secret rotate-key makes another")
             for branch, rows in _standing(work):

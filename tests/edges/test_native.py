@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -326,6 +327,45 @@ def test_what_is_anothers_is_not_there(ann: Asker, ben: Asker, owner: Asker) -> 
         if verb == "history.prune":
             given = {"before": 3}
         assert ben.post(verb, **given).code[0] in (403, 404), verb
+
+
+def test_a_verb_does_not_tell_what_is_hidden_from_what_is_missing(server: Server, owner: Asker, ben: Asker) -> None:
+    owner.post("function.define", name="hidden.act", code="def main(): return 1").result  # noqa: B018
+    owner.post("blueprint.define", name="hidden").result  # noqa: B018
+    owner.post("contract.define", name="hidden", blueprint="hidden").result  # noqa: B018
+    owner.post("projection.define", name="hidden", statement="select 1 as n").result  # noqa: B018
+    owner.post("secret.set", name="hidden", value="a-secret-value").result  # noqa: B018
+    granted = owner.post("permission.grant", principal="ann", action="read", resource="vault").result
+    sure = server.layer.query("select max(id) as id from execution")[0]["id"]
+    for verb, there, missing in (
+        ("row.insert", {"entity": "vault", "values": {"nope": 1}}, {"entity": "absent", "values": {"nope": 1}}),
+        ("row.upsert", {"entity": "vault", "values": {"name": "gold"}, "on": ["name"]}, {"entity": "absent", "values": {"name": "gold"}, "on": ["name"]}),
+        ("row.change", {"changes": [{"do": "insert", "entity": "vault", "values": {}}]}, {"changes": [{"do": "insert", "entity": "absent", "values": {}}]}),
+        ("entity.alter", {"name": "vault", "add": {"a": "int"}}, {"name": "absent", "add": {"a": "int"}}),
+        ("entity.drop", {"name": "vault"}, {"name": "absent"}),
+        ("permission.grant", {"principal": "ben", "action": "read", "resource": "vault"}, {"principal": "ben", "action": "read", "resource": "absent"}),
+        ("permission.grant", {"principal": "ann", "action": "read", "resource": "item"}, {"principal": "absent", "action": "read", "resource": "item"}),
+        ("permission.revoke", {"id": granted}, {"id": 10**9}),
+        ("secret.remove", {"name": "hidden"}, {"name": "absent"}),
+        ("function.define", {"name": "a.b", "code": "def main(): return 1", "blueprint": "hidden"}, {"name": "a.b", "code": "def main(): return 1", "blueprint": "absent"}),
+        ("contract.define", {"name": "q", "blueprint": "hidden"}, {"name": "q", "blueprint": "absent"}),
+        ("contract.remove", {"name": "hidden"}, {"name": "absent"}),
+        ("projection.remove", {"name": "hidden"}, {"name": "absent"}),
+        ("box.create", {"contract": "hidden"}, {"contract": "absent"}),
+        ("box.open", {"blueprint": "hidden"}, {"blueprint": "absent"}),
+        ("agent.run", {"contract": "hidden", "task": "x"}, {"contract": "absent", "task": "x"}),
+        ("quota.set", {"resource": "cpu", "amount": 1, "seconds": 1, "subject": "ann"}, {"resource": "cpu", "amount": 1, "seconds": 1, "subject": "absent"}),
+        ("token.create", {"name": "x", "principal": "ann"}, {"name": "x", "principal": "absent"}),
+        ("execution.retry", {"id": sure}, {"id": 10**9}),
+        ("function/hidden.act", {}, None),
+    ):  # fmt: skip
+        one = ben.post(verb, **there)
+        other = ben.post(verb.replace("hidden", "absent") if missing is None else verb, **(missing or {}))
+        plain = [
+            (answer.status, re.sub(r"vault|hidden|absent|ann\b|\d+", "X", answer.body.decode()))
+            for answer in (one, other)
+        ]
+        assert plain[0] == plain[1] and one.status in (403, 404), (verb, one.body, other.body)
 
 
 def test_functions_and_projections_are_there_for_those_who_may(owner: Asker, ann: Asker, ben: Asker) -> None:
