@@ -251,6 +251,7 @@ def refusal(remote: Remote, status: int, data: bytes) -> LayerError:
 def follow(layer: Any, remote: Remote, arguments: Mapping[str, Any], over: Callable[[], bool]) -> Iterator[None]:
     """Yields whenever the rows may be others, until `over`; a stream that ends, or a layer that was away, is asked again."""
     asked = urlencode({"projection": remote.projection, "arguments": typed.plain(dict(arguments)).decode()})
+    pause = 1.0  # seconds until it is asked again: longer each time that it has nothing to say
     while not over():
         connection = _connection(remote, QUIET)
         try:
@@ -260,11 +261,13 @@ def follow(layer: Any, remote: Remote, arguments: Mapping[str, Any], over: Calla
                 if response.status != 200:
                     raise http.client.HTTPException(f"status {response.status}")
                 while not over() and (line := response.readline(LARGEST)):
+                    pause = 1.0
                     if line.startswith(b"event: rows"):
                         yield
         except Unavailable:
-            pass
-        for _ in range(10):
+            pause = min(pause * 2, 30.0)
+        until = time.monotonic() + pause
+        while time.monotonic() < until:
             if over():
                 return
             time.sleep(0.1)

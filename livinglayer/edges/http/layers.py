@@ -94,17 +94,22 @@ async def countersigned(serving: Serving, request: Request, response: Response) 
 # Live
 
 
-async def followed(
+def followed(
     serving: Serving, request: Request, caller: Caller, found: query.Projection, arguments: Mapping[str, Any], kind: str, branch: str
 ) -> AsyncIterator[bytes]:  # fmt: skip
     """Events of a projection that is another layer's: `rows` whenever they are others there."""
+    if serving.more.get("followed", 0) >= FOLLOWED:
+        raise LimitExceeded(f"{FOLLOWED} streams of other layers are open", hint="close some", retry_after=1)
+    return _followed(serving, request, caller, found, arguments, kind, branch)
+
+
+async def _followed(
+    serving: Serving, request: Request, caller: Caller, found: query.Projection, arguments: Mapping[str, Any], kind: str, branch: str
+) -> AsyncIterator[bytes]:  # fmt: skip
     from . import auth, live
 
     assert found.remote is not None
     loop, changed, ended = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-    count = serving.more.get("followed", 0)
-    if count >= FOLLOWED:
-        raise LimitExceeded(f"{FOLLOWED} streams of other layers are open", hint="close some", retry_after=1)
 
     def follow() -> None:
         assert found.remote is not None
@@ -113,7 +118,7 @@ async def followed(
             for _ in remote.follow(serving.layer, found.remote, arguments, over):
                 loop.call_soon_threadsafe(changed.set)
 
-    serving.more["followed"] = count + 1
+    serving.more["followed"] = serving.more.get("followed", 0) + 1
     threading.Thread(target=follow, name="layer-follows", daemon=True).start()
     known, proven = b"", time.monotonic()
     try:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,3 +277,32 @@ def test_what_builds_an_image_reaches_no_box(boxes: Callable[..., Any]) -> None:
     ask = "curl -s -m 10 http://web.box.internal:8080/ && exit 1 || exit 0"
     made = boxes(packages=[{"run": ask}], egress=[{"box": "web", "port": 8080}], name="asks")
     assert get(made, "http://web.box.internal:8080/x")[0] == 200  # the box itself does
+
+
+def test_bridges_are_there_again_after_the_host_or_the_gateway_died(own_host: Host) -> None:
+    mine = {"layer": "one"}
+    web = Sandbox.create(name="web", memory="128M", disk="64M", labels=mine)
+    web.files.write("/tmp/serve.py", SERVER)
+    web.start(["python3", "/tmp/serve.py", "web"])
+    labels = {**mine, "reaches": json.dumps({"web": web.id})}
+    box = Sandbox.create(name="asks", memory="128M", disk="64M", labels=labels, egress=[{"box": "web", "port": 8080}])
+    wait_until(lambda: get(box, "http://web.box.internal:8080/")[0] == 200, "it serves")
+    gateway = next(child for child in children(own_host.pid) if "livinglayer.sandbox.egress" in command_of(child))
+    os.kill(gateway, signal.SIGKILL)
+    wait_until(lambda: get(box, "http://web.box.internal:8080/")[0] == 200, "another gateway is there")
+    own_host.crash()
+    own_host.hang_up()
+    box, web = Sandbox.connect("asks"), Sandbox.connect("web")
+    wait_until(lambda: get(box, "http://web.box.internal:8080/")[0] == 200, "another host is there")
+    box.kill()
+    web.kill()
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
