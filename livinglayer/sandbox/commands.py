@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 GRACE = 10.0  # seconds from a deadline until the caller hears of it even if the box says nothing
 REMEMBERED = 256 << 10  # output of a background command that a later caller may still read
 UNLIMITED = 1 << 62
+GIVE_BACK = WINDOW_START // 8  # bytes that were taken before the agent hears of it
 Sink = Callable[[int, bytes], None]  # gets (STDOUT or STDERR, bytes), then (EXIT, b"") or (DONE, b"")
 
 
@@ -126,10 +127,9 @@ class Command:
         """A frame of the agent's."""
         if kind == STDOUT or kind == STDERR:
             self.output(kind, payload)
-            if self._held:
-                self._owed += len(payload)
-            else:
-                self._send(Kind.WINDOW, len(payload).to_bytes(4, "little"))
+            self._owed += len(payload)
+            if self._owed >= GIVE_BACK and not self._held:
+                self.hold(False)
         elif kind == EXIT:
             status, user, system, resident = EXIT_STATUS.unpack_from(payload)
             self.end(

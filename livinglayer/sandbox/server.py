@@ -24,7 +24,7 @@ from .box import Box, environment
 from .bridge import reach, relay
 from .building import build
 from .changes import Change
-from .commands import Command, Stream, encode_exec, exec_flags
+from .commands import GIVE_BACK, Command, Stream, encode_exec, exec_flags
 from .gathering import EACH, Gathering
 from .host import Host
 from .images import SECONDS
@@ -555,6 +555,12 @@ class Windowed(Stream):
     _number: int
     _held, _owed = False, 0
 
+    def took(self, size: int) -> None:
+        """So much went to the client."""
+        self._owed += size
+        if self._owed >= GIVE_BACK and not self._held:
+            self.hold(False)
+
     def hold(self, on: bool) -> None:
         self._held = on
         if not on and self._owed:
@@ -583,8 +589,7 @@ class Reading(Windowed):
         if kind == STDOUT:
             self._connection.send(STDOUT, payload)
             self.size += len(payload)
-            self._owed += len(payload)
-            self.hold(self._held)
+            self.took(len(payload))
         elif kind == DONE:
             self._agent.drop(self._number)
             if error := failure(payload):
@@ -705,8 +710,7 @@ class Conversation(Windowed):
     def _on_frame(self, kind: int, payload: bytes) -> None:
         if kind == STDOUT:
             self._connection.send(STDOUT, payload)
-            self._owed += len(payload)
-            self.hold(self._held)
+            self.took(len(payload))
         elif kind == Kind.CREDIT:
             self._credit = min(WINDOW_START, self._credit + int.from_bytes(payload[:4], "little"))
             self._flush()
