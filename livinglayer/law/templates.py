@@ -55,17 +55,21 @@ def seconds() -> float:
 
 def known(layer: Any, principal: int) -> list[dict[str, Any]]:
     """The templates a principal may see: its own, public ones, an owner all; oldest first."""
-    rows = [row for row in _rows(layer) if (row["annotations"] or {}).get("template")]
-    mine = [row for row in rows if _tag(row) is None and _sees(layer, principal, row)]
+    mine = [row for row in _rows(layer) if _template(row) and _sees(layer, principal, row)]
     return sorted(mine, key=lambda row: int(row["id"]))
 
 
 def find(layer: Any, principal: int, text: object) -> dict[str, Any]:
     """A template's row by its id or name; NotFound for one that is not there and for one that is another's alike."""
-    name = str(text).partition(":")[0] if isinstance(text, str) else ""
-    for row in known(layer, principal):
-        if name and (row["annotations"]["template"]["id"] == name or row["name"] in _names(layer, principal, name)):
+    name = text.partition(":")[0] if isinstance(text, str) else ""
+    for called in _names(layer, principal, name):
+        row = _blueprint(layer, called)
+        if row is not None and _template(row) and _sees(layer, principal, row):
             return row
+    if name.startswith("tpl"):
+        for row in known(layer, principal):
+            if _template(row)["id"] == name:
+                return row
     raise NotFound(f"there is no template {text!r:.120}")
 
 
@@ -76,19 +80,25 @@ def resolve(layer: Any, principal: int, text: str) -> str:
     except NotFound:
         return text
     tag = text.partition(":")[2] or DEFAULT
-    if tag == DEFAULT and DEFAULT in _tags(row):
-        return str(row["name"])
     if tag not in _tags(row):
         raise NotFound(
             f"template {text!r:.120} has no finished build" + (f" tagged {tag!r}" if tag != DEFAULT else ""),
             hint="build it, or name a tag that it has",
         )
-    return f"{row['name']}:{tag}"
+    return str(row["name"]) if tag == DEFAULT else f"{row['name']}:{tag}"
 
 
-def _tag(row: Mapping[str, Any]) -> str | None:
-    found: str | None = row["annotations"]["template"].get("tag")
-    return found
+def _blueprint(layer: Any, name: str) -> dict[str, Any] | None:
+    try:
+        return row_of(layer, "blueprint", name)
+    except NotFound:
+        return None
+
+
+def _template(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a template's own row says of it; nothing for a tag's, and for what is none."""
+    about: dict[str, Any] = (row["annotations"] or {}).get("template") or {}
+    return {} if "tag" in about else about
 
 
 def _tags(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,9 +168,10 @@ def create(
     held.admitted(layer, principal, base, BASE)
     limits = {**(base["limits"] or {}), **{k: v for k, v in (("cpu", cpu), ("memory", memory)) if v is not None}}
     shape({**base, "limits": limits})
-    build = str(uuid.uuid4())
+    build, forgotten = str(uuid.uuid4()), list[dict[str, Any]]()
 
     def act(tx: Tx) -> dict[str, Any]:
+        forgotten.clear()
         there = _named(layer, tx, called)
         if there is not None and ((there["annotations"] or {}).get("template") or {}).get("owner") != principal:
             raise Conflict(f"a blueprint {called!r} exists already", hint="another name")
@@ -173,12 +184,15 @@ def create(
             if public is not None:
                 annotations["template"] = {**annotations["template"], "public": public}
         entry = {"created": now(), "tags": wanted, "cpu": limits.get("cpu", 1), "memory": limits.get("memory")}
-        annotations["builds"] = _kept(annotations) | {build: entry}
-        annotations["updated"] = now()
+        kept = _kept(annotations)
+        forgotten.extend(one["made"] for key, one in annotations["builds"].items() if key not in kept and "made" in one)
+        annotations |= {"builds": kept | {build: entry}, "updated": now()}
         _record(tx, {**row, "annotations": annotations}, there)
         return {"template": annotations["template"]["id"], "build": build, "name": called, "tags": wanted}
 
-    return layer._ledger.write(call.execution, "main", act)
+    made = layer._ledger.write(call.execution, "main", act)
+    _drop(forgotten)
+    return made
 
 
 def _may(layer: Any, principal: int) -> Any:
@@ -338,6 +352,7 @@ def build(
     except LayerError as error:
         failed = Failed(error, making.step, making.doing)
         making.log.add(failed.message, "error", making.step)
+        _forget({"do": "image.remove", "name": making.image})
         raise failed from None
     finally:
         making.log.flush()
@@ -760,11 +775,16 @@ def remove(call: Call, *, template: str) -> Any:
             tx.erase(BLUEPRINT, known["id"])
 
     layer._ledger.write(call.execution, "main", act)
-    for made in images:
+    _drop(images)
+    return {"removed": row["name"]}
+
+
+def _drop(builds: Sequence[Mapping[str, Any]]) -> None:
+    """What builds made and nothing names any more."""
+    for made in builds:
         _forget({"do": "image.remove", "name": made["image"]})
         if kept := (made["start"] or {}).get("snapshot"):
             _forget({"do": "snapshot.remove", "snapshot": kept})
-    return {"removed": row["name"]}
 
 
 def _forget(request: dict[str, Any]) -> None:
