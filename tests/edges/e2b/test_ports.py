@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from edges.serving import Server
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+DOCS = Path(__file__).parents[3] / "docs"
 SERVER = Path(__file__).with_name("port_server.py").read_text()
 
 
@@ -260,6 +262,16 @@ def test_what_is_open_ends_with_the_box(server: Server) -> None:
         gone = http.get("/")
     assert gone.status_code == 502
     assert "was not found" in gone.json()["message"]
+
+
+@pytest.mark.parametrize("page", ["ports.md", "e2b.md"])
+def test_what_the_pages_show_works(server: Server, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.e2b().items():
+        monkeypatch.setenv(name, value)
+    blocks = re.findall(r"^```python e2b\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+    assert blocks
+    for code in blocks:
+        exec(compile(code, page, "exec"), {})
 
 
 def test_a_page_of_a_box_cannot_ask_us(server: Server, box: Sandbox) -> None:
