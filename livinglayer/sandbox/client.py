@@ -181,7 +181,10 @@ class AsyncWire(asyncio.Protocol):
         return self._ended or bool(self._early)
 
     def close(self) -> None:
-        self._transport.abort() if self._transport else self._socket.close()
+        if self._transport and not self._loop.is_closed():
+            self._transport.abort()
+        else:  # with its loop a transport has lost the way to say anything
+            self._socket.close()
 
 
 def _has_ended(connection: socket.socket) -> bool:
