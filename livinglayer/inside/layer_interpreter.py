@@ -779,7 +779,7 @@ class Handler(BaseHTTPRequestHandler):
             here = here and self._line({"type": "end_of_execution"})
         if here:
             self.wfile.write(b"0\r\n\r\n")
-        self.close_connection = not here
+        self.close_connection = self.close_connection or not here
 
     def _line(self, event: Event) -> bool:
         data = json.dumps(event).encode() + b"\n"
