@@ -131,9 +131,13 @@ def script(layer: Any, name: str) -> list[Any]:
     return said
 
 
-def test_one_script_gives_the_same_embedded_and_remote(server: Server, tmp_path: Path) -> None:
-    with livinglayer.open(tmp_path / "layer", create=True) as embedded:
+@pytest.mark.parametrize("engine", ["sqlite", pytest.param("postgres", marks=pytest.mark.torture)], indirect=True)
+def test_one_script_gives_the_same_embedded_and_remote(
+    serve: Callable[..., Server], make_location: Callable[[], str]
+) -> None:
+    with livinglayer.open(make_location(), create=True) as embedded:
         expected = script(embedded, "thing")
+    server = serve(make_location(), "--no-worker")
     with livinglayer.connect(server.url, server.token("owner")) as remote:
         found = script(remote, "thing")
     for one, other in zip(expected, found, strict=True):
@@ -162,11 +166,16 @@ def test_threads_share_a_client(server: Server) -> None:
         assert remote.query("select count(*) as n from tally") == [{"n": 160}]
 
 
-def test_a_client_survives_a_restart_of_the_server(server: Server) -> None:
+def test_a_client_and_its_streams_survive_a_restart_of_the_server(server: Server) -> None:
     with livinglayer.connect(server.url, server.token("owner")) as remote:
-        assert remote.query("select 1 as n") == [{"n": 1}]
+        server.layer.define("beat", {"n": "int"})
+        events = remote.live("select n from beat order by n")
+        assert next(events).data["rows"] == []
         server.restart()
         assert remote.query("select 2 as n") == [{"n": 2}]
+        server.layer.insert("beat", {"n": 1})
+        assert next(events).data["rows"] == [{"n": 1}]
+        events.close()
 
 
 def test_pages_are_of_one_moment(server: Server) -> None:
