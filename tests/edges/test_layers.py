@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -383,3 +383,23 @@ def test_a_server_that_drips_is_broken_off(two: tuple[Server, Server], monkeypat
     with pytest.raises(Unavailable, match="no answer within 1 seconds"):
         remote.fetch(b.layer, remote.check({"url": url, "projection": "x"}), {})
     listener.close()
+
+
+@pytest.mark.torture
+def test_two_servers_of_a_layer_take_a_statement_once(
+    serve: Callable[..., Server], two: tuple[Server, Server], postgres_cluster: Callable[..., Any]
+) -> None:
+    _, b = two
+    with postgres_cluster().database() as place:
+        first = serve(place)
+        second = serve(place)
+        first.layer.define("ticket", {"title": "text!"})
+        first.layer.call("projection.define", name="shown", statement="select title from ticket")
+        first.layer.principal("other", "layer", {"key": identity.name(b.layer.id)})
+        first.layer.grant("other", "read", "projection:shown")
+        text, _ = identity.request(b.layer.id, identity.name(first.layer.id), "POST", PATH, b"{}")
+        assert post(first, text)[0] == 200 and post(second, text)[0] == 401
+        text, _ = identity.request(b.layer.id, identity.name(first.layer.id), "POST", PATH, b"{}")
+        assert post(second, text)[0] == 200 and post(first, text)[0] == 401
+        first.close()
+        second.close()
