@@ -421,7 +421,10 @@ def discard(layer: Layer, args: Namespace, out: Printer) -> None:
 # -- authority --------------------------------------------------------------------------------------------------------
 
 WHO = arg("principal", help="a principal or a role")
-ACTION = arg("action", help="read, insert, update, delete, write, fork, merge, grant, impersonate, call or *")
+ACTION = arg(
+    "action",
+    help="read, insert, update, delete, write, fork, merge, grant, impersonate, call, use, approve, connect or *",
+)
 RESOURCE = arg("resource", help="an entity, entity.field, entity/ID, branch:NAME, function:NAME or *")
 
 
