@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from ...errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, Unauthenticated
 from ...law import held
 from ...sandbox.client import async_client
+from ...substrate.values import recordable
 from ..http.auth import authenticate
 from ..http.serving import Caller, Serving, body
 from . import network as net
@@ -164,6 +165,8 @@ async def said(request: Request) -> dict[str, Any]:
         raise Invalid("the body is not JSON") from None
     if not isinstance(found, dict):
         raise Invalid("the body must be a JSON object")
+    if recordable(found) != found:
+        raise Invalid("the body has texts that nobody can keep: NUL, or halves of characters")
     return found
 
 

@@ -218,6 +218,8 @@ def test_others_boxes_are_not_there(server: Server) -> None:
         (b"[]", "JSON object"),
         (b"{}", "'templateID' is required"),
         (b'{"templateID": 3}', "must be a text"),
+        (rb'{"templateID": "\ud800"}', "nobody can keep"),
+        (rb'{"templateID": "base", "metadata": {"a": "\u0000"}}', "nobody can keep"),
         (b'{"templateID": "base", "timeout": "1"}', "whole number"),
         (b'{"templateID": "base", "timeout": -1}', "from 0 on"),
         (b'{"templateID": "base", "timeout": true}', "whole number"),
