@@ -17,6 +17,8 @@ BASES = {
     "code-interpreter-v1": {"memory": "1G", "pids": 512, "disk": "2G"},
 }
 
+KERNEL = [{"apt": ["python3-ipykernel", "python3-matplotlib", "python3-pandas"]}]  # what tools/setup.sh installs here
+
 
 def ensure(layer: Layer) -> None:
     """Make those that are not there, as the layer's owner; LAYER_E2B_TIER says which walls their boxes have."""
@@ -26,4 +28,6 @@ def ensure(layer: Layer) -> None:
         except NotFound:
             tier = os.environ.get("LAYER_E2B_TIER", "namespace")
             given = {"name": name, "tier": tier, "limits": limits, "egress": EGRESS, "description": "what E2B's clients open"}  # fmt: skip
+            if tier in ("microvm", "vm") and name == "code-interpreter-v1":
+                given["packages"] = KERNEL  # a machine does not see the host's; they are built in once
             layer.call("blueprint.define", given, reason="layer up")
