@@ -24,10 +24,12 @@ def mcp(layer: Layer, args: Namespace, out: Printer) -> None:
     from livinglayer.edges.http.metrics import Metrics
     from livinglayer.edges.http.serving import Caller, Serving
     from livinglayer.edges.mcp.server import speak
+    from livinglayer.substrate.schema import OWNER
 
     number = layer._acting(acting(args))
     caller = Caller(number, layer._name_of(number), layer._as(number))
-    serving = Serving(layer, "", "", frozenset(), Gate(), Metrics())
+    # What it looks up for itself (that something changed, whose an execution is) it looks up as the layer.
+    serving = Serving(layer._as(OWNER), "", "", frozenset(), Gate(), Metrics())
     try:
         asyncio.run(speak(serving, caller))
     finally:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -37,8 +38,8 @@ from .tools import TOOLS, Tool, Use
 from .watching import Listener, Watcher, event_sender
 
 BODY = 8 << 20  # bytes of a request
-THREADS = 64  # tools at work at once
-EACH = 16  # of one principal
+ALL, EACH = 128, 16  # tools at work at once: of all, of one principal
+LEAVING = 5.0  # seconds that tools at work have when the server ends
 SESSIONS, OWN = 5000, 200  # of the older protocols that may be open: of all, of one principal
 LISTENS = 50  # streams of one principal
 PATIENT = 2.0  # seconds before work goes on as a task
@@ -70,7 +71,6 @@ class Speaking:
 
     def __init__(self, serving: Serving, who: Callable[[Context], Caller]) -> None:
         self.serving, self.who, self.watcher = serving, who, Watcher(serving)
-        self.pool = ThreadPoolExecutor(THREADS, "layer-mcp")
         self.busy: Counter[int] = Counter()
         self.listening: Counter[int] = Counter()
         self.server = _Server(
@@ -91,9 +91,12 @@ class Speaking:
         )
         self.server.middleware.append(RequestStateBoundary(state, default_audience=serving.layer.id))
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Let go of those who listen; what is at work may end by itself, if it does so soon."""
         self.watcher.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        until = time.monotonic() + LEAVING
+        while self.busy.total() and time.monotonic() < until:
+            await asyncio.sleep(0.05)
 
     # Tools
 
@@ -119,6 +122,8 @@ class Speaking:
                 said = await ask(ctx, params, question, tool.person)
                 if isinstance(said, types.InputRequiredResult):
                     return said
+                if not await self.serving.do(self.watcher.holds, caller):
+                    raise Denied("the token has ended while the person was asked, so nothing was done")
                 use = Use(caller, use.arguments, use.key, use.trace, said)
             return await self._use(ctx, tool, use)
         except LayerError as error:
@@ -154,10 +159,13 @@ class Speaking:
 
     async def _use(self, ctx: Context, tool: Tool, use: Use) -> Any:
         number = use.caller.principal
-        if self.busy[number] >= EACH:
-            raise LimitExceeded(f"{EACH} tools of {use.caller.name} are at work already", hint="wait for one to end")
+        if self.busy[number] >= EACH or self.busy.total() >= ALL:
+            raise LimitExceeded("too many tools are at work already", hint="wait for one to end")
         since = await self.serving.do(acts.latest, use.layer) if tool.long else 0
-        future = asyncio.get_running_loop().run_in_executor(self.pool, tool.run, use)
+        if tool.long or tool.needs == "boxes":
+            future = self._begin(tool, use)
+        else:
+            future = asyncio.get_running_loop().run_in_executor(self.serving.pool, tool.run, use)
         self.busy[number] += 1
         future.add_done_callback(lambda _: self.busy.subtract([number]))  # it goes on when the client has gone
         later = (
@@ -178,6 +186,24 @@ class Speaking:
         if later and tool.name == "run_agent":
             return await self.serving.do(tasks.handle, use.caller, value["execution"])
         return tools.answer(value)
+
+    def _begin(self, tool: Tool, use: Use) -> asyncio.Future[Any]:
+        """Run a tool on a thread of its own: what is quick never waits for it, nor does the server's end."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def tell(act: Callable[[Any], None], what: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                loop.call_soon_threadsafe(lambda: None if future.done() else act(what))
+
+        def work() -> None:
+            try:
+                tell(future.set_result, tool.run(use))
+            except BaseException as error:
+                tell(future.set_exception, error)
+
+        threading.Thread(target=work, name=f"layer-mcp-{tool.name}", daemon=True).start()
+        return future
 
     # Resources
 
@@ -326,7 +352,7 @@ async def running(serving: Serving) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            speaking.close()
+            await speaking.close()
 
 
 def _who(ctx: Context) -> Caller:
@@ -398,4 +424,4 @@ async def speak(serving: Serving, caller: Caller) -> None:
         async with stdio_server() as (reading, writing):
             await speaking.server.run(reading, writing, speaking.server.create_initialization_options())
     finally:
-        speaking.close()
+        await speaking.close()

@@ -1,9 +1,10 @@
-"""Watching: one look at the layer's clock for all who listen. They are told that something changed when they may see that it did."""
+"""Watching: what changed is looked at once for all who listen. They are told of it when they may see that it did."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,12 +18,14 @@ from ...law.signature import dumps
 from ...law.tokens import TOKEN
 from ...substrate.ledger import MAIN_CHAIN
 from ...substrate.reads import clock
+from ..http import live
 from ..http.serving import Caller, Serving
 from . import resources, tools
 
 Changed = set[tuple[str, int | None]]
-TICK = 0.25  # seconds between two looks, while somebody listens
-THOROUGH = 20  # looks of which one is also for what ends with time: tokens, permissions
+REST = 0.2  # seconds after a look: of many changes one is told
+THOROUGH = 5.0  # seconds after which it is also looked at what ends with time: tokens, permissions
+NOBODY = 0  # no principal: this listens for all of them
 PATIENCE = 5.0  # seconds
 LISTENERS = 2000
 URIS = 200  # that one may listen to
@@ -42,7 +45,7 @@ class Listener:
 
 
 class Watcher:
-    """Looks at the clock while there are listeners."""
+    """Goes by the server's one look at the clock, while there are listeners."""
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
@@ -81,16 +84,19 @@ class Watcher:
             self._task.cancel()
 
     async def _run(self) -> None:
-        ticks = 0
-        while self.listeners:
-            await asyncio.sleep(TICK)
-            ticks += 1
-            try:
-                await self._look(thorough=ticks % THOROUGH == 0)
-            except LayerError as error:
-                log.warning("what changed could not be looked at: %s", error)
-            except Exception:
-                log.exception("what changed could not be looked at")
+        looking, closing, thorough = live.watcher(self.serving), self.serving.closing, time.monotonic()
+        with looking.listening(NOBODY):
+            while self.listeners and not closing.is_set():
+                await looking.after(self._at[0], THOROUGH)
+                due = time.monotonic() - thorough > THOROUGH
+                try:
+                    await self._look(due)
+                except LayerError as error:
+                    log.warning("what changed could not be looked at: %s", error)
+                except Exception:
+                    log.exception("what changed could not be looked at")
+                thorough = time.monotonic() if due else thorough
+                await asyncio.sleep(REST)
 
     async def _look(self, thorough: bool) -> None:
         was, now = self._at, await self.serving.do(self._clock)
@@ -137,7 +143,7 @@ class Watcher:
     def _all(self, changed: Changed, epoch: bool, tokens: bool) -> list[tuple[Listener, list[ServerEvent] | None]]:
         """What to tell each; None for those whose token has ended."""
         return [
-            (listener, None if tokens and not self._holds(listener.caller) else self._events(listener, changed, epoch))
+            (listener, None if tokens and not self.holds(listener.caller) else self._events(listener, changed, epoch))
             for listener in list(self.listeners)
         ]
 
@@ -160,7 +166,8 @@ class Watcher:
                 events.append(ResourceUpdated(uri=uri))
         return events
 
-    def _holds(self, caller: Caller) -> bool:
+    def holds(self, caller: Caller) -> bool:
+        """Whether the token that somebody came with is still good."""
         if caller.token is None:
             return True
         layer = self.serving.layer

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +20,9 @@ EVIL = "<script>alert('x')</script>\"&'"
 
 
 @pytest.fixture(scope="module")
-def shop(server: Server) -> Server:
+def shop(own: Server) -> Server:
     """Items, of which ann sees those of team blue; two projections; a file."""
-    layer = server.layer
+    layer = own.layer
     layer.define("item", {"name": "text!", "qty": "int", "team": "text", "photo": "file"})
     layer.define("margin", {"amount": "int"})
     layer.insert(
@@ -36,10 +39,10 @@ def shop(server: Server) -> Server:
         statement="select name from item where qty >= :least",
         parameters={"least": "int!"},
     )
-    server.principal("ann")
+    own.principal("ann")
     layer.grant("ann", "read", "item", where="team = 'blue'")
     layer.grant("ann", "read", "projection:stock")
-    return server
+    return own
 
 
 def content(answer: Any) -> Any:
@@ -211,3 +214,22 @@ def test_a_stream_ends_with_its_token(shop: Server) -> None:
                     pass
 
     run(act())
+
+
+def test_streams_end_when_the_server_does(serve: Callable[..., Server]) -> None:
+    server = serve()
+
+    async def act() -> float:
+        async with (
+            over_http(server) as client,
+            client.listen(tools_list_changed=True),
+            over_http(server, mode="legacy"),
+        ):
+            began = time.monotonic()
+            await asyncio.to_thread(server.stop)
+            return time.monotonic() - began
+
+    with contextlib.suppress(Exception):  # what a client says to that is its own affair
+        run(act())
+    assert server.process.wait(10) == 0
+    assert "Traceback" not in server.log

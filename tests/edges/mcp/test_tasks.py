@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,3 +119,19 @@ def test_an_agent_is_a_task_that_waits_for_a_yes(desk: Server) -> None:
     assert layer.query("select priority from ticket where id = :i", {"i": number}, branch=row["branch"]) == [
         {"priority": 9}
     ]
+
+
+def test_another_server_of_the_layer_answers_for_a_task_and_a_question(
+    desk: Server, serve: Callable[..., Server]
+) -> None:
+    other = serve(desk.directory)
+    other._keys = desk._keys
+    made = nap(desk, seconds=3)
+    assert task(other, "get", made["taskId"])["result"]["status"] == "working"
+    desk.layer.fork("two_servers")
+    params: dict[str, Any] = {"name": "discard", "arguments": {"branch": "two_servers"}}
+    can: dict[str, Any] = {"elicitation": {}}
+    asked = ask(desk, "tools/call", params, capabilities=can)["result"]
+    yes = {"confirm": {"action": "accept", "content": {"confirm": True}}}
+    again = params | {"inputResponses": yes, "requestState": asked["requestState"]}
+    assert ask(other, "tools/call", again, capabilities=can)["result"]["isError"] is False

@@ -14,9 +14,9 @@ NOTE = "import layer\ndef main(title):\n    return layer.insert('ticket', {'titl
 
 
 @pytest.fixture(scope="module")
-def desk(server: Server) -> Server:
+def desk(own: Server) -> Server:
     """A server with tickets, two functions and a projection; ann may use some of it, ben nothing."""
-    layer = server.layer
+    layer = own.layer
     layer.define("ticket", {"title": "text!", "status": "text", "body": "text"}, description="what people ask for")
     layer.insert("ticket", [{"title": "first", "status": "open"}, {"title": "second", "status": "done"}])
     signature = {"arguments": {"a": "int!", "b": {"type": "int", "default": 1}}, "result": "int!"}
@@ -26,10 +26,10 @@ def desk(server: Server) -> Server:
     )
     layer.call("projection.define", name="open_tickets", statement="select id, title from ticket where status = 'open'")
     for name in ("ann", "ben"):
-        server.principal(name)
+        own.principal(name)
     layer.grant("ann", "read", "ticket")
     layer.grant("ann", "call", "function:sum.add")
-    return server
+    return own
 
 
 @pytest.mark.parametrize("mode", MODES)
