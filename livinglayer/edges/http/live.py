@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 TICK = 0.05  # seconds between two looks at the clock
 HEARTBEAT = 15.0  # seconds after which something is sent anyway, and the token asked for again
+LASTING = 300.0  # seconds of another layer's stream
 MOST = 1000  # streams of one principal
 ROWS = 10_000  # of one answer
 BATCH = 1000  # changes read at once
@@ -176,6 +177,8 @@ async def handle(serving: Serving, request: Request, caller: Caller, rest: str) 
         known = None if since is None else await serving.do(digest_at, read, since)
         events = answered(serving, request, caller, key, topic, known, kind)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    if request.method == "HEAD":
+        return Response(None, 200, headers, "text/event-stream")
     return StreamingResponse(events, 200, headers, "text/event-stream")
 
 
@@ -227,7 +230,7 @@ async def answered(
     try:
         with watch.listening(caller.principal):
             yield b"retry: 1000\n\n"
-            async for beat in beats(serving, request, watch, lambda: topic.seen):
+            async for beat in beats(serving, request, caller, watch, lambda: topic.seen):
                 try:
                     await topic.look(serving, watch.tx)
                 except LayerError as error:
@@ -251,7 +254,7 @@ async def changed(
     watch, encode = watcher(serving), typed.dumps if kind else typed.plain
     with watch.listening(caller.principal):
         yield b"retry: 1000\n\n"
-        async for beat in beats(serving, request, watch, lambda: changes.since):
+        async for beat in beats(serving, request, caller, watch, lambda: changes.since):
             tx = watch.tx
             try:
                 rows = rows or await serving.do(changes.next)
@@ -275,7 +278,7 @@ def failed(error: LayerError) -> bytes:
 
 
 async def beats(
-    serving: Serving, request: Request, watch: Watcher, seen: Callable[[], int]
+    serving: Serving, request: Request, caller: Caller, watch: Watcher, seen: Callable[[], int]
 ) -> AsyncIterator[bool | None]:
     """True at once and after every tx, None when nothing was for a while; ends with the server and with the token."""
     from . import auth, layers
@@ -286,7 +289,10 @@ async def beats(
         beat = await watch.after(seen(), HEARTBEAT)
         if serving.closing.is_set():
             return
-        if time.monotonic() - proven >= HEARTBEAT:
+        if caller.kind == "layer":  # whose proof is good for one request: it comes again with another
+            if time.monotonic() - proven >= LASTING:
+                return
+        elif time.monotonic() - proven >= HEARTBEAT:
             if layers.signed((auth.given(request.headers) or ("", ""))[0]):
                 return  # what a layer signs is good for one request: it asks again
             address = request.client.host if request.client else ""

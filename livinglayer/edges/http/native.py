@@ -92,16 +92,16 @@ class Turns:
     """Who may have something done now: a few at once for each principal, so that none has all threads."""
 
     def __init__(self) -> None:
-        self.of: OrderedDict[int, asyncio.Semaphore] = OrderedDict()
+        self.of: OrderedDict[tuple[int, int], asyncio.Semaphore] = OrderedDict()
         self.long = ThreadPoolExecutor(LONG, "layer-long")
 
-    def turn(self, principal: int) -> asyncio.Semaphore:
-        found = self.of.get(principal)
+    def turn(self, principal: int, most: int = EACH) -> asyncio.Semaphore:
+        found = self.of.get((principal, most))
         if found is None:
-            found = self.of[principal] = asyncio.Semaphore(EACH)
-            for number in list(self.of)[:-10_000]:
-                if not self.of[number].locked():
-                    del self.of[number]
+            found = self.of[principal, most] = asyncio.Semaphore(most)
+            for key in list(self.of)[:-10_000]:
+                if self.of[key]._value == key[1]:  # nobody holds it
+                    del self.of[key]
         return found
 
 
@@ -118,9 +118,10 @@ async def do(serving: Serving, caller: Caller, act: Callable[[], Any]) -> Any:
         return await serving.do(act)
 
 
-async def do_long(serving: Serving, act: Callable[[], Any]) -> Any:
+async def do_long(serving: Serving, caller: Caller, act: Callable[[], Any]) -> Any:
     """Run what may take long on a thread that nothing brief waits for."""
-    return await asyncio.get_running_loop().run_in_executor(turns(serving).long, act)
+    async with turns(serving).turn(caller.principal, LONG // 4):
+        return await asyncio.get_running_loop().run_in_executor(turns(serving).long, act)
 
 
 def told(value: Any, kind: str, tx: int | None = None, **headers: str) -> Response:
@@ -146,7 +147,7 @@ async def _verb(serving: Serving, request: Request, caller: Caller, rest: str, n
         arguments = expecting(name, arguments, seen)
     act = partial(_call, caller.layer, name, arguments, request, given, kind)
     try:
-        return await (do(serving, caller, act) if VERBS[name].brief else do_long(serving, act))
+        return await (do(serving, caller, act) if VERBS[name].brief else do_long(serving, caller, act))
     except Conflict as error:
         if seen is not None and "idempotency" not in error.message:
             raise Stale(error.message, error.hint) from None
@@ -203,7 +204,7 @@ async def function(serving: Serving, request: Request, caller: Caller, rest: str
     kind, arguments = form(request), plain(await document(request))
     if rest in VERBS:  # a verb is no function
         raise NotFound(f"there is no function {rest!r:.120}", hint=f"POST /api/{rest}")
-    return await do_long(serving, partial(_call, caller.layer, rest, arguments, request, given, kind))
+    return await do_long(serving, caller, partial(_call, caller.layer, rest, arguments, request, given, kind))
 
 
 # What is read
@@ -239,6 +240,7 @@ async def select(serving: Serving, request: Request, caller: Caller, rest: str) 
 SLOW = {"page", "cursor", "as_of", "timeout", "limit", "principal"}
 SOON = 0.003  # seconds that a read may hold up everybody else
 FEW = 100  # rows likewise
+READS = re.compile(r"\s*(select|values)\b", re.I)  # what tries to write is recorded, which takes its time
 _slow: OrderedDict[str, None] = OrderedDict()  # statements that are not quick
 
 
@@ -247,7 +249,7 @@ def quick(layer: Layer, sql: Any, ask: Callable[..., Response]) -> Response | No
 
     Only an embedded database is asked so: it is in this process, and its readers wait for nobody.
     """
-    if layer.engine.dialect != "sqlite" or not isinstance(sql, str) or sql in _slow:
+    if layer.engine.dialect != "sqlite" or not isinstance(sql, str) or sql in _slow or not READS.match(sql):
         return None
     try:
         return ask(timeout=SOON, limit=FEW)
@@ -457,7 +459,7 @@ async def verify(serving: Serving, request: Request, caller: Caller, rest: str) 
         caller.layer._only_owner("verify the layer over HTTP")
         return vars(caller.layer.verify())
 
-    return told(await do_long(serving, run), form(request))
+    return told(await do_long(serving, caller, run), form(request))
 
 
 async def content(serving: Serving, request: Request, caller: Caller, rest: str) -> Response:
