@@ -306,3 +306,25 @@ def children(pid: int) -> list[int]:
 
 def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("tier", ["container", "gvisor", "microvm"])
+def test_at_every_tier_both_ways_and_out_of_sleep(host: Host, use: Callable[[Host], Host], tier: str) -> None:
+    use(host)
+    strong = Sandbox.create(
+        tier=tier, name="strong", memory="256M", disk="256M", egress=[{"box": "plain", "port": 8080}]
+    )
+    plain = Sandbox.create(name="plain", memory="128M", disk="64M", egress=[{"box": "strong", "port": 8080}])
+    for box in (strong, plain):
+        box.files.write("/tmp/serve.py", SERVER)
+        box.start(["python3", "/tmp/serve.py", str(box.name)])
+    ask = "import urllib.request as u; print(u.urlopen('http://plain.box.internal:8080/x', timeout=30).read().decode())"
+    wait_until(lambda: get(plain, "http://strong.box.internal:8080/")[0] == 200, "it serves", 60)
+    assert strong.run(["python3", "-c", ask]).stdout.text == "plain /x plain.box.internal:8080\n"
+    strong.pause()
+    assert get(plain, "http://strong.box.internal:8080/")[0] == 200
+    kept = strong.suspend()["memory"]
+    assert get(plain, "http://strong.box.internal:8080/")[0] == (200 if kept else 502)
+    for box in (strong, plain):
+        box.kill()
