@@ -1,7 +1,7 @@
 """The code interpreter of a box: contexts that remember, at port 49999, with results as rich as IPython shows them.
 
 `serve` starts it in the background, and does nothing where one runs. Python runs in IPython kernels, which a small process forks
-that has loaded them once; bash and JavaScript in a shell and a Node of their own. It answers as E2B's does: POST /execute
+that has loaded them (layer_kernel.py) once; bash and JavaScript in a shell and a Node of their own. It answers as E2B's does: POST /execute
 (JSON lines), /contexts. Whoever hangs up on an execution interrupts it. Python needs ipykernel; all else the standard library.
 """
 
@@ -33,7 +33,6 @@ KINDS = {  # of a result, by their types of content
     "application/javascript": "javascript", "e2b/data": "data", "e2b/chart": "chart",
 }  # fmt: skip
 LANGUAGES = {"": "python", "py": "python", "js": "javascript", "sh": "bash"}  # other names of them
-PACKAGES = ("numpy", "pandas", "matplotlib")  # what a kernel may have before it is asked to import it
 KERNEL = 60.0  # seconds in which a kernel must have started
 STUBBORN = 5.0  # seconds a shell or a Node has to end what was interrupted
 BASH = """\
@@ -44,164 +43,6 @@ Event = Dict[str, Any]
 
 class Refused(Exception):
     """What a request asks for can't be: a status and a text."""
-
-
-# ---- kernels ----
-
-
-def preload() -> None:
-    """Load what kernels need: once, before they are forked."""
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    for name in (
-        "ipykernel.kernelapp",
-        "ipykernel.zmqshell",
-        "jupyter_client.session",
-    ):
-        __import__(name)
-
-
-def kernel(file: str, cwd: str) -> None:
-    """Be an IPython kernel. Never returns."""
-    import random
-
-    from ipykernel.ipkernel import IPythonKernel
-    from ipykernel.kernelapp import IPKernelApp
-    from traitlets.config import Config
-
-    class Kernel(IPythonKernel):
-        """IPython's, with variables that are there for one execution."""
-
-        async def do_execute(self, *given: Any, **more: Any) -> Any:
-            content = self.get_parent("shell").get("content", {})
-            variables = content.get("env") or {}
-            before = {name: os.environ.get(name) for name in variables}
-            os.environ.update(variables)
-            try:
-                return await super().do_execute(*given, **more)
-            finally:
-                for name, value in before.items():
-                    os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
-    if "matplotlib" in sys.modules:
-        matplotlib = sys.modules["matplotlib"]
-        matplotlib.rcParams["backend"] = os.environ["MPLBACKEND"]
-        os.makedirs(matplotlib.get_cachedir(), exist_ok=True)
-    packages = user_packages()
-    os.makedirs(packages, exist_ok=True)  # so that what is installed there can be imported at once
-    if packages not in sys.path:  # before Debian's, as Python has it
-        found = [at for at, place in enumerate(sys.path) if place.endswith("-packages")]
-        sys.path.insert(found[0] if found else len(sys.path), packages)
-    os.chdir(cwd)
-    config = Config()
-    config.InteractiveShell.colors = "NoColor"
-    config.HistoryManager.enabled = False
-    config.IPKernelApp.parent_handle = os.getppid()
-    app = IPKernelApp(connection_file=file, kernel_class=Kernel, log_level=50, config=config)
-    IPKernelApp._instance = app
-    app.initialize([])
-    shell = app.shell
-    inline = sys.modules.get("matplotlib_inline.backend_inline")
-    if inline is not None:  # it was loaded where there was no shell to make itself known to
-        inline._enable_matplotlib_integration()
-    formatters = shell.display_formatter.formatters
-    show_images()
-    for type, formatter in (("e2b/data", Frames), ("e2b/chart", Charts), ("application/json", Structures)):
-        formatters[type] = formatter()(parent=shell.display_formatter)
-    sys.path[:] = [
-        "",
-        *[place for place in sys.path if place and os.path.abspath(place) != os.path.dirname(__file__)],
-        os.path.dirname(__file__),
-    ]
-    app.start()
-    os._exit(0)
-
-
-def show_images() -> None:
-    """What PIL would open in a window, or saves to a file, is shown."""
-    try:
-        from IPython.display import display
-        from PIL.Image import Image
-    except ImportError:
-        return
-    save = Image.save
-
-    def shown(image: Any, file: Any, *given: Any, **more: Any) -> None:
-        if isinstance(file, str):
-            display(image)
-        save(image, file, *given, **more)
-
-    Image.save, Image.show = shown, lambda image, *given, **more: display(image)
-
-
-def Frames() -> Any:
-    """A formatter that shows the columns of a pandas DataFrame."""
-    from IPython.core.formatters import BaseFormatter
-    from traitlets import ObjectName, Unicode
-
-    class Formatter(BaseFormatter):
-        format_type = Unicode("e2b/data")
-        print_method = ObjectName("_repr_e2b_data_")
-        _return_type = dict
-
-        def __call__(self, shown: Any) -> Any:
-            from layer_charts import plain
-
-            pandas = sys.modules.get("pandas")  # nobody has a frame who has not imported it
-            if pandas is None or not isinstance(shown, pandas.DataFrame):
-                return super().__call__(shown)
-            return plain(shown.to_dict(orient="list"))
-
-    return Formatter
-
-
-def Charts() -> Any:
-    """A formatter that shows the data of a matplotlib figure."""
-    from IPython.core.formatters import BaseFormatter
-    from traitlets import ObjectName, Unicode
-
-    class Formatter(BaseFormatter):
-        format_type = Unicode("e2b/chart")
-        print_method = ObjectName("_repr_e2b_chart_")
-        _return_type = dict
-
-        def __call__(self, shown: Any) -> Any:
-            from layer_charts import chart_of, plain
-
-            figures = sys.modules.get("matplotlib.figure")
-            if figures is None or not isinstance(shown, figures.Figure):
-                return super().__call__(shown)
-            try:
-                return plain(chart_of(shown)) or None
-            except Exception:  # a figure that we can't read is a picture all the same
-                return None
-
-    return Formatter
-
-
-def Structures() -> Any:
-    """A formatter that shows lists and mappings as JSON, where they can be."""
-    from IPython.core.formatters import JSONFormatter
-
-    class Formatter(JSONFormatter):
-        def __call__(self, shown: Any) -> Any:
-            if isinstance(shown, (list, dict)):
-                try:
-                    return json.loads(json.dumps(shown, allow_nan=False, default=_number))
-                except (TypeError, ValueError, RecursionError):
-                    return None
-            return super().__call__(shown)
-
-    return Formatter
-
-
-def _number(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(type(value))
 
 
 class Nursery:
@@ -238,7 +79,7 @@ class Nursery:
     def _work(theirs: socket.socket) -> None:
         problem = None
         try:
-            preload()
+            import layer_kernel
         except Exception as error:
             problem = f"Python needs ipykernel in this box: {error}; apt-get install python3-ipykernel, or pip install ipykernel"
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a kernel ended
@@ -253,39 +94,18 @@ class Nursery:
                     os.setsid()
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     signal.signal(signal.SIGINT, signal.default_int_handler)
-                    if _newer():  # what was loaded is not what this box has by now
+                    if layer_kernel.is_outdated():  # what was loaded is not what this box has by now
                         os.execv(
                             sys.executable or "/usr/bin/python3",
-                            ["python3", "-c", "import sys, layer_interpreter as i; i.kernel(*sys.argv[1:])", file, cwd],
+                            ["python3", "-c", "import sys, layer_kernel; layer_kernel.run(*sys.argv[1:])", file, cwd],
                         )
-                    kernel(file, cwd)
+                    layer_kernel.run(file, cwd)
                 except BaseException:
                     with open(file + ".log", "w") as log:
                         traceback.print_exc(file=log)
                 finally:
                     os._exit(1)
             theirs.send(json.dumps(problem or pid).encode())
-
-
-def user_packages() -> str:
-    """Where pip installs for the box's user; we may have been loaded where there was none."""
-    import site
-
-    site.USER_BASE = site.USER_SITE = None
-    return site.getusersitepackages()
-
-
-def _newer() -> bool:
-    """Whether somebody has installed one of the packages that we have loaded already."""
-    import site
-
-    places = [user_packages(), *(place for place in site.getsitepackages() if "/local/" in place)]
-    return any(
-        os.path.isdir(os.path.join(place, name))
-        for name in (*PACKAGES, "IPython", "ipykernel", "traitlets", "zmq")
-        if name in sys.modules and not (sys.modules[name].__file__ or "").startswith(tuple(places))
-        for place in places
-    )
 
 
 # ---- contexts ----
