@@ -62,7 +62,7 @@ def known(layer: Any, principal: int) -> list[dict[str, Any]]:
 def find(layer: Any, principal: int, text: object) -> dict[str, Any]:
     """A template's row by its id or name; NotFound for one that is not there and for one that is another's alike."""
     name = text.partition(":")[0] if isinstance(text, str) else ""
-    for called in _names(layer, principal, name):
+    for called in _names(layer, principal, name) if name.isprintable() and 0 < len(name) <= 512 else ():
         row = _blueprint(layer, called)
         if row is not None and _template(row) and _sees(layer, principal, row):
             return row
@@ -261,7 +261,7 @@ class Plan:
         for number, step in enumerate(given, 1):
             kind = step.get("type") if isinstance(step, Mapping) else None
             args = step.get("args") or [] if isinstance(step, Mapping) else None
-            if not isinstance(args, list) or not all(isinstance(one, str) and "\0" not in one for one in args):
+            if not isinstance(args, list) or not all(isinstance(one, str) and _text(one) for one in args):
                 raise Invalid(f"step {number} has no list of texts as args", step=number)
             act = {"COPY": plan._copy, "RUN": plan._run, "ENV": plan._env, "USER": plan._user, "WORKDIR": plan._workdir}.get(str(kind).upper())  # fmt: skip
             if act is None:
@@ -315,6 +315,14 @@ class Plan:
         self.cwd = posixpath.normpath(posixpath.join(self.cwd, args[0]))
         make = '[ -d "$1" ] || { mkdir -p -- "$1" && chown -- "$2" "$1"; }'
         return {"run": ["/bin/sh", "-c", make, "workdir", self.cwd, self.user], "user": "root", "env": {}}
+
+
+def _text(given: str) -> bool:
+    """Whether a command line can hold it."""
+    try:
+        return b"\0" not in given.encode() and len(given) <= 1 << 16
+    except UnicodeEncodeError:
+        return False
 
 
 def _user_name(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import posixpath
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ BYTES = 4 << 30  # that a volume holds unless somebody says otherwise
 MOST = 1 << 40
 MANY = 1000  # volumes of one principal
 MOUNTS = 16  # volumes of one box
+ID = re.compile(r"vol[0-9a-f]{16}")
 NAMES = "letters, digits, . _ and -, at most 128"
 RESERVED = ("/proc", "/sys", "/dev", "/run", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/boot")
 
@@ -79,7 +81,7 @@ def known(layer: Any, principal: int) -> list[dict[str, Any]]:
 def find(layer: Any, principal: int, text: object) -> dict[str, Any]:
     """A volume by its name, or by its id; NotFound for another's, unless an owner asks for it by id."""
     mine = [row for row in _rows(layer, "principal", principal) if text in (row["name"], id_of(row))]
-    if not mine and isinstance(text, str) and text.startswith("vol") and _policy(layer, principal).sovereign():
+    if not mine and isinstance(text, str) and ID.fullmatch(text) and _policy(layer, principal).sovereign():
         mine = _rows(layer, "place", f"{contracts.home()}/{text}")
     if not mine:
         raise NotFound(f"there is no volume {text!r:.120}", hint="volume.create makes one")
@@ -130,6 +132,8 @@ def token(layer: Any, row: Mapping[str, Any]) -> str:
 
 def reached(layer: Any, id: str, given: str) -> dict[str, Any]:
     """The volume that a token is for; Unauthenticated for any other token, whether or not there is such a volume."""
+    if not ID.fullmatch(id):
+        raise Unauthenticated("the token is not of this volume")
     wanted = f"{id}_{contracts.token(f'{layer.id}:volume', id)}"
     if not hmac.compare_digest(wanted.encode(), given.encode()):
         raise Unauthenticated("the token is not of this volume")

@@ -21,7 +21,7 @@ def parse_size(value: object, what: str = "size") -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     found = (
-        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower()) if isinstance(value, str) else None
+        re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", value.strip().lower()) if isinstance(value, str) else None
     )
     if not found or float(found[1]) <= 0:
         raise Invalid(f"{what} {value!r} is not a size", hint='a number of bytes, or "256M", "2G"')

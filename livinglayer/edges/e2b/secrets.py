@@ -48,7 +48,12 @@ async def handle(serving: Serving, request: Request, caller: Caller | None = Non
         case ("POST",):
             given = await said(request)
             name, value = given.get("name"), given.get("value")
-            if not isinstance(name, str) or not NAME.fullmatch(name) or not isinstance(value, str):
+            if (
+                not isinstance(name, str)
+                or not NAME.fullmatch(name)
+                or not name.isprintable()
+                or not isinstance(value, str)
+            ):
                 raise Invalid("a secret has a value, and a name of up to 100 visible characters without { and }")
             notes = _notes(name, given.get("metadata"))
             if any(secret["name"] == name for secret in await known()):
@@ -93,7 +98,9 @@ def _known(caller: Caller) -> list[dict[str, Any]]:
 def _notes(name: str, given: object) -> str:
     """Metadata as the description of a secret."""
     given = {} if given is None else given
-    texts = isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
+    texts = isinstance(given, dict) and all(
+        isinstance(one, str) and _text(one) for pair in given.items() for one in pair
+    )
     if not texts or len(given) > ENTRIES:  # type: ignore[arg-type]
         raise Invalid(f"metadata of a secret are up to {ENTRIES} texts by name")
     text = json.dumps(given, ensure_ascii=False)
@@ -102,6 +109,13 @@ def _notes(name: str, given: object) -> str:
     ):  # fmt: skip
         raise Invalid(f"metadata of a secret take {TOGETHER} bytes at most, a name {KEY}, a text {VALUE}")
     return MARK + json.dumps({"name": name, "metadata": given}, ensure_ascii=False)
+
+
+def _text(given: str) -> bool:
+    try:
+        return bool(given.encode() or True)
+    except UnicodeEncodeError:
+        return False
 
 
 def _page(request: Request, found: list[dict[str, Any]]) -> Response:

@@ -30,7 +30,7 @@ ALL = 16 << 30  # bytes that one principal's files may take together
 VALID = 3600  # seconds that a link for an upload is good
 KEPT = 7 * 86400  # seconds that files are kept for another build
 PATIENCE = 60.0  # seconds without a byte of an upload
-AT_ONCE = 8  # builds of one server
+AT_ONCE, EACH = 8, 4  # builds of one server at once, and of one principal
 
 resolve = templates.resolve
 
@@ -39,6 +39,10 @@ async def handle(serving: Serving, request: Request, caller: Caller | None = Non
     """Answer for /templates of every version, and for the links that files are uploaded to."""
     parts = [unquote(part) for part in request.scope["path"].strip("/").split("/")]
     parts = parts[1:] if re.fullmatch(r"v\d", parts[0]) else parts
+    if parts == ["teams"] and caller is not None and request.method == "GET":  # each principal is a team of its own
+        return JSONResponse([{"teamID": str(caller.principal), "name": caller.name, "apiKey": "", "isDefault": True}])
+    if parts[0] != "templates":
+        raise NotFound(f"there is nothing at /{'/'.join(parts):.120}")
     if parts[:2] == ["templates", "uploads"] and request.method == "PUT" and len(parts) == 4:
         return await _upload(serving, request, parts[2], parts[3])
     if caller is None:
@@ -259,11 +263,11 @@ async def _build(asked: Asked, id: str, build: str) -> Response:
         )
     if not isinstance(given.get("force", False), bool) or not isinstance(given.get("steps", []), list):
         raise Invalid("force is true or false, steps are a list")
-    running: set[threading.Thread] = asked.serving.more.setdefault("builds", set())
+    running: dict[threading.Thread, int] = asked.serving.more.setdefault("builds", {})
     for thread in [thread for thread in running if not thread.is_alive()]:
-        running.discard(thread)
-    if len(running) >= AT_ONCE:
-        raise LimitExceeded(f"{AT_ONCE} builds are under way", hint="try again when one is done", retry_after=10)
+        del running[thread]
+    if len(running) >= AT_ONCE or list(running.values()).count(asked.caller.principal) >= EACH:
+        raise LimitExceeded(f"{len(running)} builds are under way", hint="try again when one is done", retry_after=10)
     arguments = {
         "template": row["name"], "build": build, "steps": given.get("steps") or [], "image": given.get("fromImage") or None,
         "parent": given.get("fromTemplate") or None, "start": given.get("startCmd") or None, "ready": given.get("readyCmd") or None,
@@ -285,7 +289,7 @@ async def _build(asked: Asked, id: str, build: str) -> Response:
             loop.call_soon_threadsafe(settle, error)
 
     thread = threading.Thread(target=run, name=f"build-{build[:8]}", daemon=True)
-    running.add(thread)
+    running[thread] = asked.caller.principal
     thread.start()
     while True:  # what is wrong with it is said now; once it is an execution, its status tells
         done, _ = await asyncio.wait({begun}, timeout=0.02)

@@ -8,6 +8,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,18 @@ def test_odd_requests_are_refused(server: Server) -> None:
         assert ask(server, method, where, {} if method == "POST" else None)[0] in (400, 404), where
     assert ask(server, "GET", f"/templates/{made['templateID']}/files/..%2f..%2fetc")[0] in (400, 404)
     assert ask(server, "GET", f"/templates/{made['templateID']}/builds/{made['buildID']}/status?logsOffset=x")[0] == 400
+
+
+@pytest.mark.torture
+def test_a_start_command_goes_on_where_memory_is_kept(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYER_E2B_TIER", "microvm")
+    own = serve()
+    for name, value in own.e2b().items():
+        monkeypatch.setenv(name, value)
+    counts = "n=0; while true; do n=$((n+1)); echo $n > /tmp/count; sleep 0.1; done"
+    Template.build(Template().from_base_image().set_start_cmd(counts, "[ $(cat /tmp/count) -gt 20 ]"), "counts")
+    with e2b.Sandbox.create("counts") as box:
+        first, second = box.commands.run("cat /tmp/count; sleep 1; cat /tmp/count").stdout.split()
+    assert 20 < int(first) < int(second)  # it did not begin anew

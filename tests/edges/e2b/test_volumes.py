@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from edges.serving import Server
 
+from livinglayer.errors import LayerError
+
 e2b = pytest.importorskip("e2b")
 
 
@@ -184,3 +186,55 @@ def test_odd_requests_are_refused(server: Server, volume: Any) -> None:
         status, answer = ask(f"{url}/{rest}", method, volume.token, data)
         assert status in (400, 404, 405) and set(answer) == {"code", "message"}, (method, rest, status, answer)
     assert volume.list("/") == []
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("tier", ["container", "gvisor"])
+def test_owners_are_the_same_at_every_tier_that_can(server: Server, volume: Any, tier: str) -> None:
+    call = server.layer.call
+    call("blueprint.define", {"name": tier, "tier": tier})
+    mounts = [{"name": volume.name, "path": "/mnt/data"}]
+    boxes = [call("box.open", {"blueprint": name, "volumes": mounts})["box"] for name in (tier, "base")]
+    call("box.run", {"box": boxes[0], "command": "echo theirs > /mnt/data/note && chmod 600 /mnt/data/note"})
+    seen = call("box.run", {"box": boxes[1], "command": "stat -c %u:%g /mnt/data/note && cat /mnt/data/note"})
+    assert seen["stdout"] == "1000:1000\ntheirs\n"
+    call(
+        "box.run",
+        {"box": boxes[1], "command": "echo root > /mnt/data/root && chmod 4755 /mnt/data/root", "user": "root"},
+    )
+    assert call("box.run", {"box": boxes[0], "command": "stat -c %u /mnt/data/root"})["stdout"] == "0\n"
+    for box in boxes:
+        call("box.kill", {"box": box})
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("tier", ["process", "microvm"])
+def test_tiers_that_can_not_refuse(server: Server, volume: Any, tier: str) -> None:
+    server.layer.call("blueprint.define", {"name": tier, "tier": tier})
+    with pytest.raises(LayerError, match="can't show volumes"):
+        server.layer.call("box.open", {"blueprint": tier, "volumes": [{"name": volume.name, "path": "/mnt/data"}]})
+
+
+@pytest.mark.torture
+def test_no_race_leads_out_of_it(server: Server, volume: Any) -> None:
+    box = e2b.Sandbox.create(volume_mounts={"/mnt/data": volume.name}, timeout=120)
+    swap = "cd /mnt/data; while :; do ln -sfn /etc x; rm -f x; mkdir x 2>/dev/null; rm -rf x; ln -sfn ../../../etc x; rm -f x; done"
+    for _ in range(2):
+        box.commands.run(swap, background=True)
+    url = f"{server.url}/volumecontent/{volume.volume_id}"
+    secret = open("/etc/passwd", "rb").read()
+    for turn in range(400):
+        request = urllib.request.Request(
+            f"{url}/file?path=/x/passwd", headers={"authorization": f"Bearer {volume.token}"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                assert answer.read() != secret
+        except urllib.error.HTTPError as error:
+            assert error.code in (400, 404, 409)
+        for method, rest in (("PUT", "file?path=/x/e2b-planted"), ("POST", "dir?path=/x/e2b-made&force=true"), ("DELETE", "path?path=/x"),
+                             ("GET", "dir?path=/&depth=5"), ("PATCH", "path?path=/x/hostname")):  # fmt: skip
+            data = b'{"mode": 511}' if method == "PATCH" else b"x" if method == "PUT" else None
+            assert ask(f"{url}/{rest}", method, volume.token, data)[0] < 500, (turn, method)
+    box.kill()
+    assert not os.path.exists("/etc/e2b-planted") and not os.path.exists("/etc/e2b-made")
