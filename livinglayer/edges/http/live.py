@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -49,7 +50,6 @@ class Topic:
     digest: bytes = b""
     data: bytes = b""
     typed_data: bytes = b""
-    listeners: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def look(self, serving: Serving, tx: int) -> None:
@@ -76,7 +76,7 @@ class Watcher:
     def __init__(self, serving: Serving) -> None:
         self.serving, self.tx = serving, -1
         self.streams: Counter[int] = Counter()
-        self.topics: dict[Any, Topic] = {}
+        self.topics: WeakValueDictionary[Any, Topic] = WeakValueDictionary()  # those that somebody listens to
         self._pulse = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -172,10 +172,10 @@ async def handle(serving: Serving, request: Request, caller: Caller, rest: str) 
     else:
         read = reading(caller.layer, asked[0], given)
         key = (caller.principal, typed.plain(sorted(given.items())))
-        topic = watch.topics.get(key) or Topic(read)
+        topic = watch.topics.get(key) or watch.topics.setdefault(key, Topic(read))
         await topic.look(serving, max(watch.tx, 0))
         known = None if since is None else await serving.do(digest_at, read, since)
-        events = answered(serving, request, caller, key, topic, known, kind)
+        events = answered(serving, request, caller, topic, known, kind)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     if request.method == "HEAD":
         return Response(None, 200, headers, "text/event-stream")
@@ -221,30 +221,23 @@ def event(name: str, data: bytes, id: int | None = None) -> bytes:
 
 
 async def answered(
-    serving: Serving, request: Request, caller: Caller, key: Any, topic: Topic, known: bytes | None, kind: str
+    serving: Serving, request: Request, caller: Caller, topic: Topic, known: bytes | None, kind: str
 ) -> AsyncIterator[bytes]:
     """`rows` whenever the answer is another one."""
     watch = watcher(serving)
-    topic = watch.topics.setdefault(key, topic)
-    topic.listeners += 1
-    try:
-        with watch.listening(caller.principal):
-            yield b"retry: 1000\n\n"
-            async for beat in beats(serving, request, caller, watch, lambda: topic.seen):
-                try:
-                    await topic.look(serving, watch.tx)
-                except LayerError as error:
-                    yield failed(error)
-                    return
-                if topic.digest != known:
-                    known = topic.digest
-                    yield event("rows", topic.typed_data if kind else topic.data, topic.tx)
-                elif beat is None:
-                    yield b": still here\n\n"
-    finally:
-        topic.listeners -= 1
-        if not topic.listeners:
-            watch.topics.pop(key, None)
+    with watch.listening(caller.principal):
+        yield b"retry: 1000\n\n"
+        async for beat in beats(serving, request, caller, watch, lambda: topic.seen):
+            try:
+                await topic.look(serving, watch.tx)
+            except LayerError as error:
+                yield failed(error)
+                return
+            if topic.digest != known:
+                known = topic.digest
+                yield event("rows", topic.typed_data if kind else topic.data, topic.tx)
+            elif beat is None:
+                yield b": still here\n\n"
 
 
 async def changed(
