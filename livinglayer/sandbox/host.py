@@ -881,12 +881,12 @@ class Host:
         life: Mapping[str, Any] | None = None,
     ) -> list[Box]:
         """`count` boxes that begin where this one is; it goes on unharmed. With `labels` they have these (or each its own), not its."""
-        given = [labels or {}] * (count if isinstance(count, int) else 0) if not isinstance(labels, list) else labels
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
+            raise Invalid(f"fork count {count!r:.80} is not between 1 and 1000")
+        given = [labels or {}] * count if not isinstance(labels, list) else labels
         for each in given:
             check_labels(each)
         Life().change(life or {})
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
-            raise Invalid(f"fork count {count!r} is not between 1 and 1000")
         if names and len(names) != count:
             raise Invalid(f"{count} forks can't have {len(names)} names")
         names = names or [None] * count
