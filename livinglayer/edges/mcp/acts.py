@@ -23,7 +23,7 @@ PAGE = "ui://layer/projection"
 Branch = Annotated[str, "a branch, as fork makes them"]
 Moment = Annotated[int | str | None, "as it was at this tx number or ISO 8601 time"]
 Limit = Annotated[int, {"minimum": 1, "maximum": MOST}]
-Offset = Annotated[int, "where to go on, from `next` of the answer before", {"minimum": 0}]
+Offset = Annotated[int, "where to go on, from `next` of the answer before", {"minimum": 0, "maximum": 10**12}]
 Reason = Annotated[str | None, "why, kept with the change"]
 Key = Annotated[
     str | None, "a key of your own: asking again with it gives what the first time gave", {"maxLength": 200}
@@ -104,11 +104,9 @@ def query(
     window = f"select * from ({sql.strip().rstrip(';')}\n) q limit {limit + 1} offset {offset}"
     try:
         rows, tx = use.layer.query_at(window, params, branch, moment(as_of))
-    except Invalid:
-        use.layer.query_at(
-            sql, params, branch, moment(as_of), limit=limit + 1
-        )  # its own words are about what was asked
-        raise
+    except Invalid:  # the words for what is wrong are about what was asked; and some can't stand in another
+        rows, tx = use.layer.query_at(sql, params, branch, moment(as_of))
+        rows = rows[offset : offset + limit + 1]
     return paged(rows, offset, limit) | {"tx": tx}
 
 
