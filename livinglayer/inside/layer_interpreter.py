@@ -140,8 +140,9 @@ class Context:
 
     def restart(self) -> None:
         """Forget everything, also what runs now."""
-        self.stop()
+        self.stop()  # what runs now ends, and may have started the next
         with self.lock:
+            self.stop()
             self.start()
 
     def close(self) -> None:
@@ -175,6 +176,7 @@ class Notebook(Context):
     def __init__(self, cwd: str, nursery: Nursery, place: str) -> None:
         super().__init__("python", cwd)
         self._nursery, self._place, self._pid, self._starts = nursery, place, 0, 0
+        self._parts: list[Any] = []
         self.start()
 
     def start(self) -> None:
@@ -190,10 +192,12 @@ class Notebook(Context):
         from jupyter_client.session import Session
 
         self._session = Session(key=key.encode())
+        for part in self._parts:
+            part.close()
         context = zmq.Context.instance()
-        self._shell, self._news = context.socket(zmq.DEALER), context.socket(zmq.SUB)
+        self._shell, self._news = self._parts = [context.socket(zmq.DEALER), context.socket(zmq.SUB)]
         self._news.subscribe(b"")
-        for part, number in ((self._shell, 1), (self._news, 2)):
+        for number, part in enumerate(self._parts, 1):
             part.linger, part.reconnect_ivl = 0, 5
             part.connect(f"ipc://{base}-{number}")
         self._greet(base)
