@@ -54,10 +54,10 @@ def by_hand(layer: Layer) -> None:
         name="triage",
         blueprint="small",
         reads={"ticket": {"fields": ["title"]}},
+        egress=[{"box": "db", "port": 5432, "protocol": "tcp"}],
         stops=[{"denials": 3}],
     )
     layer.principal("bot", attributes={"size": 1.5, "of": ["a", None]})
-    layer.call("projection.define", name="theirs", remote={"url": "https://other.test", "projection": "shown"})
 
 
 DIRECTIONS = [(one, other) for one in ("sqlite", "postgres") for other in ("sqlite", "postgres")]
@@ -186,3 +186,19 @@ def test_who_may_not_read_it_all_does_not_export(layer: Layer) -> None:
         files_of(layer, "desk", principal="ann")
     with pytest.raises(NotFound, match="there is no bundle 'other'"):
         files_of(layer, "other")
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_what_is_of_another_layer_and_what_reaches_another_box_come_back(layer: Layer) -> None:
+    given = {
+        "bundle.yaml": b"name: two\nversion: 1.0.0\n",
+        "projections.yaml": b"projections:\n  theirs: {remote: {url: 'https://other.test', projection: shown}}\n",
+        "blueprints.yaml": b"blueprints:\n  asker: {egress: [{box: db, port: 5432, protocol: tcp}]}\n",
+        "policy.yaml": b"roles: {crew: {}}\ngrants:\n  - {to: crew, action: connect, resource: 'box:db'}\n",
+    }
+    wanted = plan(layer, of_files(given))
+    assert "it makes this layer ask https://other.test" in str(wanted.changes)
+    apply(layer, of_files(given), yes=True)
+    [row] = layer.query("select statement, remote from projection where name = 'theirs'")
+    assert row["remote"] == {"url": "https://other.test", "projection": "shown"} and row["statement"].startswith("--")
+    assert plan(layer, of_files(given)).empty and plan(layer, of_files(files_of(layer, "two"))).empty
