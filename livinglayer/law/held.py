@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -35,6 +36,7 @@ from .verbs import Call, Items, Object, verb
 LABEL = "held"  # of a host's box: what this file knows of it
 LARGEST = 24 << 10  # bytes of that
 SHOWN = 1 << 20  # bytes of each stream that box.run gives back
+KEPT_NAME, ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}"), re.compile(r"(tpl)?[0-9a-f]{16,}")
 READABLE = 16 << 20  # bytes of a file that box.read gives back
 
 
@@ -166,6 +168,8 @@ def admitted(layer: Any, principal: int, row: Mapping[str, Any], called: str) ->
         policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
     resource = f"box:{row['name']}"
     allowed, grants = policy.outright("call", resource)
+    if allowed and _named(layer, principal, row, called) and not any(grant.resource == resource for grant in grants):
+        raise NotFound(f"there is no blueprint {called!r:.120}", hint="a snapshot of somebody else's box is opened by its id")  # fmt: skip
     if allowed:
         return [grant.id for grant in grants]
     built = (row.get("annotations") or {}).get("template")
@@ -183,6 +187,12 @@ def admitted(layer: Any, principal: int, row: Mapping[str, Any], called: str) ->
         layer._execution(None), error
     )  # whoever may not read blueprints does not learn that there is one
     raise NotFound(f"there is no blueprint {called!r:.120}", hint="select name from blueprint lists them")
+
+
+def _named(layer: Any, principal: int, row: Mapping[str, Any], called: str) -> bool:
+    """Whether this is a name that somebody else gave to a snapshot: they could have taken one that others expect something else of."""
+    kept = row.get("snapshot") if "snapshot" in (row.get("annotations") or {}) else None
+    return kept is not None and called != kept and taker(layer, kept) not in (None, principal)
 
 
 def _readable(layer: Any, principal: int, number: int) -> bool:
@@ -529,6 +539,8 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
     layer, principal = call.layer, call.asking.principal
     found = mine(layer, principal, box)
     held = told(found)
+    if name is not None and (not KEPT_NAME.fullmatch(name) or ID.fullmatch(name)):
+        raise Invalid(f"{name!r:.120} can't be the name of a snapshot", hint="e.g. after-install, or team/app:v2")
     row = dict(find(layer, held["blueprint"]))
     taken = Sandbox.connect(found["id"]).snapshot(memory=memory and found["tier"] in VIRTUAL)
     called = name or taken.id

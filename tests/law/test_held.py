@@ -189,6 +189,13 @@ def test_snapshots_are_blueprints_of_whoever_took_them(room: Layer) -> None:
         room.call("box.open", blueprint="mine", principal="bob")
     with pytest.raises(NotFound):
         room.call("box.open", blueprint="small", snapshot=taken["snapshot"], principal="bob")
+    for name in ("mine", taken["snapshot"]):  # an owner means what it says, not what somebody has called so
+        with contextlib.suppress(NotFound):
+            room.call("box.kill", box=room.call("box.open", blueprint=name, timeout=60)["box"])
+            assert name != "mine"
+    for name in ("a b", "x" * 200, "0" * 40, "tpl" + "0" * 16):
+        with pytest.raises(Invalid, match="name of a snapshot"):
+            room.call("box.snapshot", box=box["box"], name=name, principal="ann")
     with pytest.raises(Conflict, match="'small' exists already"):
         room.call("box.snapshot", box=box["box"], name="small", principal="ann")
     theirs = room.call("box.open", blueprint="small", timeout=60, principal="bob")
@@ -265,7 +272,9 @@ def test_boxes_outlive_their_host(layer: Layer, own_host: Host) -> None:
         lent = room.call("box.open", blueprint="lent", timeout=600)["box"]
         own_host.crash()
         found = {box["box"]: box for box in room.call("box.list")}
-        assert {stays["box"]: "paused", ends["box"]: "running", lent: "running"} == {id: box["state"] for id, box in found.items()}
+        assert {stays["box"]: "paused", ends["box"]: "running", lent: "running"} == {
+            id: box["state"] for id, box in found.items()
+        }
         assert room.call("box.run", box=ends["box"], command="echo $A", principal="ann")["stdout"] == "b\n"
         wait_until(lambda: held.info(lent)["secrets"] == ["KEY"], "its secrets were said again")
         assert over(room, ends["execution"])["result"]["ended"] == "its time was over"

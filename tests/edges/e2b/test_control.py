@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,11 +13,16 @@ from e2b.exceptions import AuthenticationException, SandboxNotFoundException
 from edges.serving import Serve, Server
 from sandbox.hosts import wait_until
 
+from livinglayer.law.held import boxes
+
 
 @pytest.fixture(autouse=True)
-def environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in server.e2b().items():
         monkeypatch.setenv(name, value)
+    yield
+    for box in boxes(server.layer, server.layer._me):  # of a test that failed
+        server.layer.call("box.kill", box=box["id"])
 
 
 def ask(server: Server, method: str, path: str, principal: str = "owner", **more: Any) -> httpx.Response:
@@ -312,3 +318,21 @@ def test_a_paused_counter_goes_on_counting(server: Server) -> None:
         wait_until(lambda: int(box.files.read("count") or 0) > before, "it goes on counting")  # noqa: B023
         before = int(box.files.read("count") or before)
     box.kill()
+
+
+def test_an_mcp_gateway_is_a_template_like_any(server: Server) -> None:
+    box = Sandbox.create(timeout=60)
+    script = 'mcp-gateway() { echo "$1 $2 $GATEWAY_ACCESS_TOKEN" > /run/asked; }\n'
+    box.files.write("/etc/profile.d/mcp-gateway.sh", script, user="root")
+    box.create_snapshot("mcp-gateway")
+    made = Sandbox.create(timeout=60, mcp={"exa": {"apiKey": "k"}})
+    assert made.commands.run("cat /run/asked", user="root").stdout == f'--config {{"exa": {{"apiKey": "k"}}}} {made.get_mcp_token()}\n'  # fmt: skip
+    assert Sandbox.delete_snapshot("mcp-gateway") is True
+    box.files.write("/etc/profile.d/mcp-gateway.sh", "mcp-gateway() { return 3; }", user="root")
+    box.create_snapshot("mcp-gateway")
+    with pytest.raises(SandboxException):
+        Sandbox.create(timeout=60, mcp={"exa": {"apiKey": "k"}}, metadata={"failed": "yes"})
+    assert Sandbox.list(query=SandboxQuery(metadata={"failed": "yes"})).next_items() == []
+    Sandbox.delete_snapshot("mcp-gateway")
+    for each in (box, made):
+        each.kill()
