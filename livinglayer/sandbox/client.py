@@ -290,10 +290,18 @@ class Client:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def _new(self) -> Connection:
-        connection = Connection(self._wire(connect(self.state)))
+        connection = Connection(self._wire(await self._connect()))
         await connection.begin({"do": "hello", "session": self.session})
         await connection.end()
         return connection
+
+    async def _connect(self) -> socket.socket:
+        if self.loop is None:
+            return connect(self.state)
+        try:
+            return connect_once(self.state)
+        except OSError:  # to start a host takes a while, in which the loop has other things to do
+            return await asyncio.to_thread(connect, self.state)
 
     async def take(self) -> Connection:
         """A free connection."""
@@ -306,10 +314,13 @@ class Client:
                     return connection
                 connection.close()
         if self._lease is None or self._lease.broken or self._lease.stale():
-            lease = Connection(self._wire(connect(self.state)))
+            lease = Connection(self._wire(await self._connect()))
             await lease.begin({"do": "hello", "session": self.session, "lease": True})
             await lease.end()
-            self._lease = lease
+            if self._lease is None or self._lease.broken or self._lease.stale():
+                self._lease = lease
+            else:  # somebody else was first
+                lease.close()
         return await self._new()
 
     def give(self, connection: Connection) -> None:
@@ -376,17 +387,24 @@ def async_client(state: Path | None = None) -> Client:
     return _clients[place]
 
 
+def connect_once(state: Path) -> socket.socket:
+    """A socket to the host of `state`, if it runs."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(state / "run" / "host.sock"))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 def connect(state: Path) -> socket.socket:
     """A socket to the host of `state`, which is started when it does not run."""
     path = state / "run" / "host.sock"
     deadline, process = time.monotonic() + 30, None
     while True:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(str(path))
-            return connection
-        except OSError:
-            connection.close()
+        with contextlib.suppress(OSError):
+            return connect_once(state)
         if process is None or process.poll() is not None:
             if process is not None and process.returncode not in (0, errors.Conflict.exit_code):
                 raise Unavailable(f"the sandbox host did not start: {_last_words(state)}", hint="layer doctor")

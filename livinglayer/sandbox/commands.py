@@ -11,7 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Invalid, LayerError, LimitExceeded, TimedOut
 from .agent import EXIT_STATUS, failure
-from .wire import CORK, CREDIT, DONE, EXIT, PTY, REQUEST_MAX, STARTED, STDERR, STDIN, STDOUT, WINDOW_START, Kind, pieces, text
+from .wire import (
+    CORK,
+    CREDIT,
+    DONE,
+    EXIT,
+    PTY,
+    REQUEST_MAX,
+    STARTED,
+    STDERR,
+    STDIN,
+    STDOUT,
+    WINDOW_START,
+    Kind,
+    pieces,
+    text,
+)
 
 if TYPE_CHECKING:
     from .box import Box

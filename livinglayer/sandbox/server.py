@@ -52,6 +52,7 @@ from .wire import (
 
 RETAINED = 30.0  # seconds for which the end of a command can still be followed by its process
 FLOOD = 64 << 20  # bytes that may wait for a client before it is hung up on
+as_json = json.JSONEncoder(default=str).encode  # made once: json.dumps would make one for each answer
 HIGH = 1 << 20  # bytes that may wait for a slow client before its command is held
 
 
@@ -171,7 +172,7 @@ class Connection(asyncio.Protocol):
     def result(self, value: Any) -> None:
         """The end of a request that went well; long answers come in parts."""
         self.stream = None
-        data = json.dumps(value, default=str).encode()
+        data = as_json(value).encode()
         while len(data) > 65536:
             self.send(PROGRESS, b"+" + data[:65535])
             data = data[65535:]

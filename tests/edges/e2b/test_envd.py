@@ -746,3 +746,22 @@ def test_a_client_that_does_not_read_holds_its_command(server: Server, box: Sand
     assert size > 133_000_000 and heard
     flood.close()
     assert resident() - before < 60 << 20
+
+
+def test_a_restart_of_the_server_loses_nothing(server: Server) -> None:
+    box = Sandbox.create(timeout=120, **options(server))
+    try:
+        watch = box.files.watch_dir(".")
+        handle = box.commands.run("cat > heard", background=True, stdin=True)
+        url = box.download_url("heard")
+        server.restart()
+        assert [found.pid for found in box.commands.list()] == [handle.pid]
+        again = box.commands.connect(handle.pid)
+        again.send_stdin("still here")
+        again.close_stdin()
+        assert again.wait().exit_code == 0
+        assert HTTP.get(url).text == "still here"
+        assert {event.name for event in watch.get_new_events()} == {"heard"}
+        watch.stop()
+    finally:
+        box.kill()
