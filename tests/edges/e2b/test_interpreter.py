@@ -265,3 +265,29 @@ def test_state_survives_a_pause_and_a_restart_of_the_server(server: Server) -> N
         assert box.run_code("kept").text == "[1, 2]"
     finally:
         box.kill()
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("tier", ["gvisor", "container"])
+def test_kernels_go_on_where_the_tier_keeps_memory(server: Server, tier: str) -> None:
+    server.layer.call("blueprint.define", name=f"interpreter-{tier}", tier=tier, limits={"memory": "1G"})
+    box = Sandbox.create(f"interpreter-{tier}", timeout=300, **options(server))
+    try:
+        assert box.run_code("kept = [1]; kept", timeout=60).text == "[1]"
+        for n in range(2, 4):  # paused in RAM or on disk, twice
+            box.pause()
+            box.connect(timeout=300)
+            assert box.run_code(f"kept.append({n}); len(kept)").text == str(n)
+        [fork] = box.fork(count=1, timeout=120)
+        try:
+            assert not isinstance(fork, Exception)
+            forked = fork.run_code(
+                "kept.append('fork'); len(kept)", timeout=60
+            )  # files alone are forked where memory is not
+            assert (forked.text, forked.error and forked.error.name) in (("4", None), (None, "NameError"))
+            assert (forked.error is None) == (tier == "gvisor")
+            assert box.run_code("len(kept)").text == "3"
+        finally:
+            fork.kill()
+    finally:
+        box.kill()
