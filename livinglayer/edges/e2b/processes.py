@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import json
@@ -228,28 +229,31 @@ async def stream_input(asked: Asked, receive: Receive, send: Send) -> None:
     into: AsyncInput | None = None
     chosen: tuple[int | None, str | None] | None = None
     try:
-        while (message := await incoming.message(IDLE)) is not None:
-            if (begin := part(message, "start")) is not None:
-                chosen = selected(part(begin, "process"))
-                if not await exists(asked, *chosen):
-                    raise Failure("not_found", f"process with pid {chosen[0]} not found")
-            elif (data := part(message, "data")) is not None:
-                if chosen is None:
-                    raise Failure("invalid_argument", "'data' came before 'start'")
-                terminal, piece = given(part(data, "input"))
-                if into is None:
-                    into = await asked.box.box.input(*chosen, terminal=terminal)
-                await into.send(piece)
-            elif "keepalive" not in message:
-                raise Failure("invalid_argument", "the message is neither start, data nor keepalive")
-        if into is not None:
-            await into.end()
-            into = None
-        out = frame(b"{}") + OVER
+        async with asyncio.timeout(asked.seconds):
+            while (message := await incoming.message(IDLE)) is not None:
+                if (begin := part(message, "start")) is not None:
+                    chosen = selected(part(begin, "process"))
+                    if not await exists(asked, *chosen):
+                        raise Failure("not_found", f"process with pid {chosen[0]} not found")
+                elif (data := part(message, "data")) is not None:
+                    if chosen is None:
+                        raise Failure("invalid_argument", "'data' came before 'start'")
+                    terminal, piece = given(part(data, "input"))
+                    if into is None:
+                        into = await asked.box.box.input(*chosen, terminal=terminal)
+                    await into.send(piece)
+                elif "keepalive" not in message:
+                    raise Failure("invalid_argument", "the message is neither start, data nor keepalive")
+            if into is not None:
+                await into.end()
+                into = None
+            out = frame(b"{}") + OVER
     except LayerError as error:
         if is_gone(error):
             raise
         out = over(failure(error))
+    except TimeoutError:
+        out = over(Failure("deadline_exceeded", "context deadline exceeded"))
     except Failure as wrong:
         if wrong.code != "not_found":
             raise

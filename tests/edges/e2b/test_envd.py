@@ -224,6 +224,12 @@ def test_the_end_of_a_deadline_is_told_in_the_stream(server: Server, box: Sandbo
         2,
         {"error": {"code": "deadline_exceeded", "message": "context deadline exceeded"}},
     )
+    late = raw(server, box, "process.Process/StreamInput", b"\0", 100, connect_timeout_ms="300")
+    told = b""
+    while b"}}" not in told:
+        told += late.recv(4096)
+    assert b"200 OK" in told and b"context deadline exceeded" in told
+    late.close()
     assert [found.pid for found in box.commands.list()] == [handle.pid]  # who only listens ends nothing
     handle.kill()
 
@@ -682,10 +688,16 @@ def test_bad_uploads_are_refused(server: Server, box: Sandbox) -> None:
 # ---- slow clients and those that vanish ----
 
 
-def raw(server: Server, box: Sandbox, procedure: str, content: bytes, length: int | None = None) -> socket.socket:
+def raw(
+    server: Server, box: Sandbox, procedure: str, content: bytes, length: int | None = None, **more: str
+) -> socket.socket:
     """A request by hand."""
     given = headers(
-        box, content_type="application/connect+json", host="127.0.0.1", content_length=str(length or len(content))
+        box,
+        content_type="application/connect+json",
+        host="127.0.0.1",
+        content_length=str(length or len(content)),
+        **more,
     )
     lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
     made = socket.create_connection(("127.0.0.1", server.port), 20)
