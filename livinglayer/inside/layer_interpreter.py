@@ -33,7 +33,7 @@ KINDS = {  # of a result, by their types of content
     "application/javascript": "javascript", "e2b/data": "data", "e2b/chart": "chart",
 }  # fmt: skip
 LANGUAGES = {"": "python", "py": "python", "js": "javascript", "sh": "bash"}  # other names of them
-KERNEL = 60.0  # seconds in which a kernel must have started
+KERNEL = 300.0  # seconds in which a kernel must have started; in a machine that is emulated it takes a minute
 STUBBORN = 5.0  # seconds a shell or a Node has to end what was interrupted
 BASH = """\
 __in=$1 __out=$2; set --; trap : INT
@@ -204,14 +204,14 @@ class Notebook(Context):
 
     def _greet(self, base: str) -> None:
         """Wait until it answers and we hear what it says to all."""
-        until = time.monotonic() + KERNEL
+        until, patience, asked = time.monotonic() + KERNEL, 0.05, set()
         while time.monotonic() < until:
-            asked = self._session.send(self._shell, "kernel_info_request")["header"]["msg_id"]
-            pause = time.monotonic() + 0.05
+            asked.add(self._session.send(self._shell, "kernel_info_request")["header"]["msg_id"])
+            pause, patience = time.monotonic() + patience, min(2.0, patience * 1.5)
             while (left := pause - time.monotonic()) > 0:
                 if self._news.poll(left * 1000):
                     said = self._receive(self._news)
-                    if said is not None and said["parent_header"].get("msg_id") == asked:
+                    if said is not None and said["parent_header"].get("msg_id") in asked:
                         return
             if not self._lives():
                 break
