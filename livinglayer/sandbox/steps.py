@@ -134,4 +134,9 @@ def _copy(number: int, given: object) -> Step:
     except (OSError, ValueError) as error:
         raise Invalid(f"step {number}: the files of {source!r} are not there: {error}") from None
     argv = ("sh", "-c", COPY, "copy", f"/{ASIDE}", f"./{source}", to, owner, mode)
-    return Step(["copy", blake3(COPY.encode()).hexdigest()[:8], hashed.hexdigest(), source, to, owner, mode], f"copy {source} {to}", argv, archive=path)
+    return Step(
+        ["copy", blake3(COPY.encode()).hexdigest()[:8], hashed.hexdigest(), source, to, owner, mode],
+        f"copy {source} {to}",
+        argv,
+        archive=path,
+    )

@@ -79,7 +79,7 @@ def test_attacks_are_refused(state: Path, runtime: str, user: str, monkeypatch: 
             return json.loads(done.out)
 
     found = asyncio.run(story())
-    expected = {"clone3": "ENOSYS", "kcore": "empty", "fds": "", "environment": "HOME,LC_CTYPE,PATH,USER"}
+    expected = {"clone3": "ENOSYS", "kcore": "empty", "fds": "", "environment": "HOME,LC_CTYPE,LOGNAME,PATH,USER"}
     assert {name: found[name] for name in expected} == expected
     refused = {name: outcome for name, outcome in found.items() if name not in expected}
     assert [name for name, outcome in refused.items() if outcome == "done"] == []
