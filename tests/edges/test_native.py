@@ -294,6 +294,12 @@ def test_what_is_anothers_is_not_there(ann: Asker, ben: Asker, owner: Asker) -> 
     digest = ann("POST", "/api/blob", b"ann's content").json["digest"]
     ann.post("row.update", entity="item", id=mine, values={"doc": digest}).result  # noqa: B018
     assert ann("GET", f"/api/blob/{digest}").body == b"ann's content"
+    # to know a hash is not to have the content
+    stolen = {"name": "ben's", "doc": digest}
+    assert ben.post("row.insert", entity="item", values=stolen).code == (404, "not_found")
+    assert ben.post("row.change", changes=[{"do": "insert", "entity": "item", "values": stolen}]).code == (404, "not_found")  # fmt: skip
+    own = ben("POST", "/api/blob", b"ben's content").json["digest"]
+    assert ben.post("row.insert", entity="item", values={"name": "ben's", "doc": own}).status == 200
     missing = mine + 100_000
     for there, not_there in (
         (ben("GET", f"/api/row/item/{mine}"), ben("GET", f"/api/row/item/{missing}")),

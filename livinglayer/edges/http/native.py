@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -17,13 +16,13 @@ from starlette.responses import Response
 
 from ... import typed
 from ...bundle import verbs  # noqa: F401  (its verbs are in the table too)
-from ...errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound, TimedOut
+from ...errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, TimedOut
 from ...law.verbs import VERBS, moment
 from ...projection import query as projections
 from ...substrate.reads import clock
 from ...substrate.schema import NAME, OWNER, Schema
 from ...typed import JSON
-from . import auth, layers, live, openapi, query
+from . import auth, contents, layers, live, openapi, query
 from .asked import (
     PAGES,
     READING,
@@ -158,6 +157,7 @@ def _call(layer: Layer, name: str, arguments: Any, request: Request, given: dict
     key = request.headers.get("idempotency-key")
     trace = request.headers.get("traceparent")
     try:
+        contents.check(layer, name, arguments, given.get("branch", "main"))
         result = layer.call(name, arguments, key=key, trace=trace, **given)
     except LayerError as error:
         raise veiled(layer, name, arguments, given.get("branch", "main"), error) from None
@@ -481,26 +481,10 @@ async def keep(serving: Serving, request: Request, caller: Caller, rest: str) ->
     caller.require("write")
     parameters(request, {})
     kind = form(request)
-    await do(serving, caller, lambda: may_keep(caller.layer))
+    await do(serving, caller, lambda: contents.may_store(caller.layer))
     data = await body(request, CONTENT, 600.0)
-    digest = sha256(data).hexdigest()
-    await do(serving, caller, lambda: caller.layer.engine.put_blob(digest, data))
+    digest = await do(serving, caller, lambda: contents.store(caller.layer, data))
     return told({"digest": digest, "bytes": len(data)}, kind)
-
-
-def may_keep(layer: Layer) -> None:
-    """Denied unless the principal may write some row with a file field."""
-    with layer.engine.reading() as session:
-        policy = layer._mine(session)
-        if policy.sovereign():
-            return
-        epoch = clock(layer.engine, session)[1]
-        chain = layer._catalog.chain(session, layer._catalog.branch(session, "main"))
-        for entity in layer._catalog.schema(session, chain, epoch).entities:
-            if any(f.type == "file" for f in entity.fields):
-                if any(policy.rules(action, layer._catalog.schema(session, chain, epoch), entity, None).allows for action in ("insert", "update")):  # fmt: skip
-                    return
-    raise Denied("no permission lets this principal write a file field")
 
 
 async def described(serving: Serving, request: Request) -> Response:
