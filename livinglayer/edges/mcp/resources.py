@@ -113,6 +113,7 @@ def read(caller: Caller, uri: str) -> Content:
     """What is at an address, or NotFound."""
     caller.require("read")
     try:
+        uri.encode()
         parts = urlsplit(uri)
         given = dict(
             parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query), max_num_fields=50)

@@ -93,12 +93,30 @@ class Tool:
             raise LimitExceeded(
                 f"{self.name}: {size} bytes are more than arguments may have", hint=f"{ARGUMENTS} at most"
             )
+        sound(self.name, arguments)
         wrong = next(Draft202012Validator(self.input).iter_errors(arguments), None)
         if wrong is not None:
             where = ".".join(map(str, wrong.absolute_path))
             raise Invalid(
                 f"{self.name}: {where + ': ' if where else ''}{wrong.message:.300}", hint="see its inputSchema"
             )
+
+
+def sound(what: str, value: Any) -> None:
+    """Invalid for what JSON can write and nothing here can hold: half a character, or a number of more than 64 bits."""
+    if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+        raise Invalid(f"{what}: {value[:60]!r} has half a character", hint="a text is Unicode without lone surrogates")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise Invalid(
+            f"{what}: {value:.3g} has more than 64 bits" if abs(value) < 10**300 else f"{what}: a number is too large"
+        )
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            sound(what, key)
+            sound(what, inner)
+    elif isinstance(value, list):
+        for inner in value:
+            sound(what, inner)
 
 
 class Seen:
