@@ -37,9 +37,9 @@ def prepared(layer: Layer) -> Iterator[Layer]:
     tending.of(layer).look()
     try:
         yield layer
+    finally:
         for box in Sandbox.list(labels={"layer": layer.id}):
             box.kill()
-    finally:
         tending.of(layer).close()
 
 
@@ -54,7 +54,7 @@ def row(layer: Layer, number: int) -> dict[str, Any]:
 
 def over(layer: Layer, number: int) -> dict[str, Any]:
     """The execution of a box, once that is over."""
-    wait_until(lambda: row(layer, number)["status"] != "running", "the execution is over")
+    wait_until(lambda: row(layer, number)["status"] != "running", "the execution is over", 30)
     return row(layer, number)
 
 
@@ -131,7 +131,7 @@ def test_its_time_is_the_hosts_to_keep(room: Layer) -> None:
     found = over(room, box["execution"])
     assert (found["status"], found["result"]["ended"]) == ("done", "its time was over")
     resting = opened(room, timeout=0.3, on_timeout="pause")
-    wait_until(lambda: room.call("box.list", state="paused") != [], "it is paused")
+    wait_until(lambda: room.call("box.list", state="paused") != [], "it is paused", 30)
     assert row(room, resting["execution"])["status"] == "running"
     again = room.call("box.resume", box=resting["box"], timeout=60, principal="ann")
     assert (again["state"], again["resumed"]) == ("running", True)
@@ -154,7 +154,7 @@ def test_paused_it_keeps_its_memory_and_never_loses_a_file(room: Layer) -> None:
             room.call("box.pause", box=id, principal="ann")
         room.call("box.resume", box=id, principal="ann")
         assert [box.files.read(f"/home/user/file{n}") for n in range(turn + 1)] == [str(n).encode() for n in range(turn + 1)]  # fmt: skip
-        wait_until(lambda: counted(box) > count, "it goes on counting")  # noqa: B023
+        wait_until(lambda: counted(box) > count, "it goes on counting", 30)  # noqa: B023
         assert counted(box) >= count
         count = counted(box)
 
@@ -265,7 +265,7 @@ def test_wrong_arguments_are_refused_before_anything_is_made(room: Layer) -> Non
 @embedded
 def test_boxes_outlive_their_host(layer: Layer, own_host: Host) -> None:
     with prepared(layer) as room:
-        stays, ends = opened(room), opened(room, timeout=4, environment={"A": "b"})
+        stays, ends = opened(room), opened(room, timeout=600, environment={"A": "b"})
         room.call("box.pause", box=stays["box"], principal="ann")
         room.call("secret.set", name="KEY", value="value")
         room.call("blueprint.define", name="lent", secrets=["KEY"], egress=[{"host": "api.test", "secrets": ["KEY"]}])
@@ -276,7 +276,9 @@ def test_boxes_outlive_their_host(layer: Layer, own_host: Host) -> None:
             id: box["state"] for id, box in found.items()
         }
         assert room.call("box.run", box=ends["box"], command="echo $A", principal="ann")["stdout"] == "b\n"
-        wait_until(lambda: held.info(lent)["secrets"] == ["KEY"], "its secrets were said again")
+        assert found[ends["box"]]["until"] == ends["until"]
+        wait_until(lambda: held.info(lent)["secrets"] == ["KEY"], "its secrets were said again", 30)
+        room.call("box.timeout", box=ends["box"], seconds=0.1, principal="ann")
         assert over(room, ends["execution"])["result"]["ended"] == "its time was over"
         room.call("box.resume", box=stays["box"], timeout=60, principal="ann")
         assert room.call("box.run", box=stays["box"], command="true", principal="ann")["exit_code"] == 0
@@ -285,7 +287,7 @@ def test_boxes_outlive_their_host(layer: Layer, own_host: Host) -> None:
 def test_a_box_that_went_unseen_is_concluded(room: Layer) -> None:
     box = opened(room)
     looking = tending.of(room)
-    wait_until(lambda: box["box"] in looking.recorder.lines, "it is written down")
+    wait_until(lambda: box["box"] in looking.recorder.lines, "it is written down", 30)
     looking.close()
     Sandbox.connect(box["box"]).run("echo unseen")
     Sandbox.connect(box["box"]).kill()

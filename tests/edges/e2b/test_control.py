@@ -34,7 +34,7 @@ def test_a_box_is_made_found_and_ended(server: Server) -> None:
     box = Sandbox.create(timeout=120, metadata={"k": "v"}, envs={"FOO": "bar"})
     info = box.get_info()
     assert (info.sandbox_id, info.template_id, info.metadata, info.state) == (box.sandbox_id, "base", {"k": "v"}, SandboxState.RUNNING)  # fmt: skip
-    assert 110 < (info.end_at - info.started_at).total_seconds() <= 121
+    assert 110 < (info.end_at - info.started_at).total_seconds() < 180
     assert (info.cpu_count, info.memory_mb, info.envd_version) == (1, 512, "0.6.13")
     assert box.kill() is True
     assert box.kill() is False
@@ -90,7 +90,7 @@ def test_pause_keeps_what_runs_and_connect_never_shortens(server: Server) -> Non
 
 def test_its_time_over_a_box_is_killed_or_paused(server: Server) -> None:
     killed, paused = Sandbox.create(timeout=1), Sandbox.create(timeout=1, lifecycle={"on_timeout": "pause"})
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while killed.is_running() or paused.is_running():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -292,7 +292,9 @@ def test_two_servers_of_one_layer_serve_the_same_boxes(
     assert seen.kill() is True
     assert box.kill() is False
     number = one.layer.query("select id from execution where verb = 'box.open'")[0]["id"]
-    wait_until(lambda: one.layer.query("select 1 as n from usage where execution = :id", {"id": number}), "it is over")
+    wait_until(
+        lambda: one.layer.query("select 1 as n from usage where execution = :id", {"id": number}), "it is over", 30
+    )
     commands = one.layer.query("select count(*) as n from step where execution = :id and kind = 'command'", {"id": number})  # fmt: skip
     assert commands == [{"n": 2}]
 
@@ -315,7 +317,7 @@ def test_a_paused_counter_goes_on_counting(server: Server) -> None:
         box.pause()
         box.connect(timeout=60)
         assert [box.files.read(f"file{n}") for n in range(turn + 1)] == [str(n) for n in range(turn + 1)]
-        wait_until(lambda: int(box.files.read("count") or 0) > before, "it goes on counting")  # noqa: B023
+        wait_until(lambda: int(box.files.read("count") or 0) > before, "it goes on counting", 30)  # noqa: B023
         before = int(box.files.read("count") or before)
     box.kill()
 
