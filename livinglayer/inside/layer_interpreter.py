@@ -255,13 +255,15 @@ class Notebook(Context):
         poller = zmq.Poller()
         poller.register(self._news, zmq.POLLIN)
         poller.register(client, zmq.POLLIN)
-        listening = True
+        listening = here = True
+        runs = False
         while True:
             ready = dict(poller.poll(200))
             if client.fileno() in ready and listening:
                 listening = False
                 poller.unregister(client)
-                if has_hung_up(client):
+                here = not has_hung_up(client)
+                if not here and runs:
                     self.interrupt()
             if self._news not in ready:
                 if not ready and not self._lives() and not self._news.poll(0):
@@ -275,6 +277,10 @@ class Notebook(Context):
                 continue
             if said["msg_type"] == "status" and said["content"]["execution_state"] == "idle":
                 return
+            if said["msg_type"] == "execute_input":
+                runs = True
+                if not here:  # hung up before it began: only now does it hear
+                    self.interrupt()
             event = told(said)
             if event is not None:
                 yield event

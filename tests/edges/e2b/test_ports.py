@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +141,7 @@ def test_events_come_as_they_happen_and_hanging_up_is_told(server: Server, box: 
         for _ in range(100):
             if http.get("/left").text == "1":
                 break
+            time.sleep(0.05)
         else:
             pytest.fail("the server in the box was not told that its reader had left")
 
@@ -229,6 +231,7 @@ def test_websockets_carry_text_bytes_pings_and_closes(server: Server, box: Sandb
         for _ in range(100):
             if "4001" in http.get("/closed").text:
                 break
+            time.sleep(0.05)
         else:
             pytest.fail("the server in the box was not told of the close")
     with pytest.raises(InvalidStatus) as refused:
