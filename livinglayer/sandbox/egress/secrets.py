@@ -20,8 +20,9 @@ PREFIX = "LAYER_SECRET_"
 MOST = 8 << 20  # bytes that placeholders of one text may become
 CREDENTIALS = 100  # different Basic credentials a box may make
 SHORTEST = 4  # a shorter value would be found, and replaced, in innocent text
-TELLING = 8  # characters of a header's value from which on it is hidden: shorter ones are no keys
-HARMLESS = ("accept", "content-", "user-agent", "cache-control", "origin", "referer", "x-requested-with")
+TELLING = 8  # characters of a credential in a header from which on it is hidden: shorter ones are in innocent text
+_CREDENTIAL = re.compile(r"auth|key|token|secret|cookie|pass|sign|cred|session")  # in the name of a header
+_RANDOM = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])\S{20,}")  # or what looks like one
 HEADER = b"LAYER_HEADER"
 Escape = Callable[[str], bytes]
 
@@ -104,7 +105,7 @@ class Secrets:
     def also(self, headers: Iterable[tuple[str, str]]) -> None:
         """Hide the values of headers that the gateway sets, too: a server that repeats one must not reveal it."""
         for name, value in headers:
-            if name.startswith(HARMLESS) or PREFIX in value:
+            if PREFIX in value or not (_CREDENTIAL.search(name) or _RANDOM.search(value)):
                 continue
             for text in {value, value.rpartition(" ")[2]}:
                 if len(text) >= TELLING and self._forms.setdefault(text.encode(), HEADER) is HEADER:

@@ -10,6 +10,7 @@ import pytest
 from livinglayer.errors import Invalid
 from livinglayer.sandbox.egress.narrow import narrow, secrets_of, shown
 from livinglayer.sandbox.egress.rules import Ask, Rule, decide, names_allowed, parse
+from livinglayer.sandbox.egress.secrets import Secrets
 
 ALL = ["*", {"host": "*", "protocol": "tcp", "port": "*"}]
 
@@ -128,3 +129,10 @@ def test_what_is_no_list_of_hosts(wanted: Any) -> None:
     with pytest.raises(Invalid) as refused:
         narrow(ALL, wanted)
     assert "C: d" not in refused.value.message
+
+
+def test_credentials_in_headers_are_hidden_and_other_words_are_not() -> None:
+    secrets = Secrets({})
+    secrets.also([("x-env", "production"), ("x-api-key", "hunter2-hunter2"), ("authorization", "Bearer abcdefgh"), ("x-odd", "AKIA0123456789ABCDEFG"), ("x-key", "b")])  # fmt: skip
+    said = b'production "hunter2-hunter2" abcdefgh AKIA0123456789ABCDEFG b'
+    assert secrets.hide(said) == b'production "LAYER_HEADER" LAYER_HEADER LAYER_HEADER b'
