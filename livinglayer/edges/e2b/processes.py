@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import json
 import signal
 from typing import Any
@@ -196,7 +195,7 @@ def given(message: dict[str, Any] | None) -> tuple[bool, bytes]:
                 if isinstance(value, str):
                     padded = value.replace("-", "+").replace("_", "/") + "=" * (-len(value) % 4)
                     return name == "pty", base64.b64decode(padded, validate=True)
-            except binascii.Error:
+            except ValueError:
                 pass
             raise Failure("invalid_argument", f"{name!r} is not base64")
     raise Failure("invalid_argument", "'input' has neither stdin nor pty")
