@@ -5,6 +5,7 @@ A build is an execution: its steps are what it printed, its outcome how it went.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import re
@@ -360,7 +361,8 @@ def build(
     except LayerError as error:
         failed = Failed(error, making.step, making.doing)
         making.log.add(failed.message, "error", making.step)
-        _forget({"do": "image.remove", "name": making.image})
+        with contextlib.suppress(LayerError):
+            _forget({"do": "image.remove", "name": making.image})
         raise failed from None
     finally:
         making.log.flush()

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -33,6 +34,7 @@ PATIENCE = 60.0  # seconds without a byte of an upload
 AT_ONCE, EACH = 8, 4  # builds of one server at once, and of one principal
 
 resolve = templates.resolve
+log = logging.getLogger("livinglayer")
 
 
 async def handle(serving: Serving, request: Request, caller: Caller | None = None) -> Response:
@@ -195,7 +197,11 @@ def _proof(serving: Serving, principal: int, hashed: str, until: int) -> str:
 
 async def _upload(serving: Serving, request: Request, principal: str, hashed: str) -> Response:
     until, proof = request.query_params.get("until", ""), request.query_params.get("proof", "")
-    if not (principal.isdigit() and until.isdigit() and templates.HASH.fullmatch(hashed)) or len(until) > 15:
+    if (
+        not (principal.isdecimal() and until.isdecimal() and templates.HASH.fullmatch(hashed))
+        or len(until) > 15
+        or len(principal) > 18
+    ):
         raise Unauthenticated("the link is none of ours")
     wanted = _proof(serving, int(principal), hashed, int(until))
     if not hmac.compare_digest(wanted.encode(), proof.encode()) or int(until) < time.time():
@@ -285,6 +291,9 @@ async def _build(asked: Asked, id: str, build: str) -> Response:
             asked.caller.layer.call("template.build", arguments)
         except LayerError as failed:
             error = failed
+        except Exception as defect:
+            log.exception("build %s", build)
+            error = LayerError(f"the build failed: {type(defect).__name__}")
         with contextlib.suppress(RuntimeError):  # the server has ended: nobody waits
             loop.call_soon_threadsafe(settle, error)
 
