@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...errors import Denied, Invalid, LayerError, LimitExceeded, NotFound
 from ...law.contracts import token
 from ..http.auth import authenticate
+from ..http.native import do
 from ..http.serving import PATIENCE, Caller, Serving
 from . import acts, apps, prompts, resources, tasks, tools
 from .asking import Context, ask
@@ -117,7 +119,7 @@ class Speaking:
         )
         try:
             await self.serving.do(tool.check, use.arguments)
-            question = None if tool.ask is None else await self.serving.do(tool.ask, use)
+            question = None if tool.ask is None else await do(self.serving, caller, partial(tool.ask, use))
             if question is not None:
                 said = await ask(ctx, params, question, tool.person)
                 if isinstance(said, types.InputRequiredResult):
@@ -165,7 +167,7 @@ class Speaking:
         if tool.long or tool.needs == "boxes":
             future = self._begin(tool, use)
         else:
-            future = asyncio.get_running_loop().run_in_executor(self.serving.pool, tool.run, use)
+            future = asyncio.ensure_future(do(self.serving, use.caller, partial(tool.run, use)))
         self.busy[number] += 1
         future.add_done_callback(lambda _: self.busy.subtract([number]))  # it goes on when the client has gone
         later = (
@@ -300,21 +302,30 @@ class Speaking:
         return self.who(ctx)
 
     async def get_task(self, ctx: Context, params: tasks.TaskParams) -> dict[str, Any]:
-        return await self.do(tasks.get, self._knows_tasks(ctx, params.task_id), params.task_id)
+        caller = self._knows_tasks(ctx, params.task_id)
+        if not caller.may("write"):  # whoever may begin a task hears what it gave
+            await self.do(caller.require, "read")
+        return await self.do(tasks.get, caller, params.task_id)
 
     async def update_task(self, ctx: Context, params: tasks.UpdateParams) -> dict[str, Any]:
-        await self.do(tasks.update, self._knows_tasks(ctx, params.task_id), params.task_id, params.input_responses)
+        caller = self._knows_tasks(ctx, params.task_id)
+        await self.do(caller.require, "write")
+        await self.do(tasks.update, caller, params.task_id, params.input_responses)
         return {}
 
     async def cancel_task(self, ctx: Context, params: tasks.TaskParams) -> dict[str, Any]:
-        await self.do(tasks.cancel, self._knows_tasks(ctx, params.task_id), params.task_id)
+        caller = self._knows_tasks(ctx, params.task_id)
+        await self.do(caller.require, "write")
+        await self.do(tasks.cancel, caller, params.task_id)
         return {}
 
     # Errors that are not of a tool
 
     async def do(self, act: Callable[..., T], *args: Any, about: tuple[Context, str] | None = None) -> T:
         """Run what blocks on a thread; what is refused is an error of the protocol."""
-        return await self._telling(None, self.serving.do(act, *args), about)
+        asking = args[0] if args and isinstance(args[0], Caller) else None  # of one principal only so much at once
+        doing = self.serving.do(act, *args) if asking is None else do(self.serving, asking, partial(act, *args))
+        return await self._telling(None, doing, about)
 
     async def _telling(self, ctx: Context | None, doing: Awaitable[T], about: tuple[Context, str] | None = None) -> T:
         try:

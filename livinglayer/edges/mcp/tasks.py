@@ -66,7 +66,7 @@ def get(caller: Caller, task: str) -> Object:
     if row["status"] == "running":
         asked = _asked(caller, row["id"])
         return told | ({"status": "input_required", "inputRequests": asked} if asked else {"status": "working"})
-    if row["status"] in ("killed", "stopped", "lost"):
+    if row["status"] == "lost":
         return told | {"status": "cancelled", "statusMessage": _reason(row)}
     return told | {
         "status": "completed",
@@ -129,7 +129,7 @@ def update(caller: Caller, task: str, responses: Mapping[str, Any]) -> None:
 
 
 def cancel(caller: Caller, task: str) -> None:
-    """End what a task does, if it still does something: its box is killed, and nothing that it would have changed is."""
+    """End what a task does, if it still does something: its box is killed, so it fails, and what it would have changed is not."""
     row = own(caller, number_of(task))
     if row["status"] != "running":
         return

@@ -165,3 +165,26 @@ def test_the_programs_of_the_page_work(server: Server) -> None:
     environment = os.environ | {"LAYER_URL": server.url, "LAYER_TOKEN": server.token()}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[{'n': 42}]\n", done.stderr
+
+
+def test_scopes_hold_for_tasks_and_contents(server: Server) -> None:
+    layer = server.layer
+    layer.define("paper", {"name": "text", "doc": "file"})
+    layer.define("secret_paper", {"name": "text", "doc": "file"})
+    layer.insert("secret_paper", {"name": "s", "doc": b"nobody else's"})
+    (digest,) = (row["doc"] for row in layer.query("select doc from secret_paper"))
+    server.principal("clerk")
+    layer.grant("clerk", "*", "paper")
+    change = {"do": "insert", "entity": "paper", "values": {"name": "stolen", "doc": digest}}
+    said = ask(server, "tools/call", {"name": "apply_change", "arguments": {"changes": [change]}}, "clerk")["result"]
+    assert said["isError"] and said["structuredContent"]["error"]["code"] == "not_found"
+    assert "error" in ask(server, "resources/read", {"uri": f"layer://file/{digest}"}, "clerk")
+    number = str(layer.query("select max(id) as id from execution")[0]["id"])
+    capabilities = {"extensions": {"io.modelcontextprotocol/tasks": {}}}
+    for scope, refused in ((["read"], ["update", "cancel"]), (["boxes"], ["get", "update", "cancel"]), (["write"], [])):
+        token = server.token("owner", scope=scope)
+        for act in ("get", "update", "cancel"):
+            more = {"inputResponses": {}} if act == "update" else {}
+            body, headers = asked(f"tasks/{act}", {"taskId": number, **more}, capabilities=capabilities)
+            found = post(server, body, headers={**headers, "authorization": f"Bearer {token}"}).json()
+            assert ("error" in found) == (act in refused), (scope, act, found)

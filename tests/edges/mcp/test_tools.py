@@ -198,7 +198,7 @@ def test_wrong_arguments_are_told_with_a_hint(desk: Server) -> None:
         ("query", {"sql": "drop table ticket"}, ""), ("query", {"sql": "select * from nothing"}, "nothing"), ("query", {"sql": "select 1", "x": 1}, "x"),
         ("apply_change", {"changes": []}, "non-empty"), ("apply_change", {"changes": [{"do": "burn", "entity": "ticket"}]}, "burn"),
         ("apply_change", {"changes": [{"do": "insert", "entity": "ticket"}]}, "values"), ("history", {"entity": "ticket; drop", "id": 1}, "ticket; drop"),
-        ("history", {"entity": "ticket", "id": 99999999}, "99999999"), ("why", {"subject": "nonsense"}, ""), ("why", {"subject": "tx/999999"}, ""),
+        ("history", {"entity": "ticket", "id": 99999999}, "99999999"), ("history", {"entity": "ticket", "id": 10**30}, "64 bits"), ("why", {"subject": "nonsense"}, ""), ("why", {"subject": "tx/999999"}, ""),
         ("query", {"sql": "select 1 as n", "as_of": "yesterday"}, "neither a tx nor a time"), ("diff", {"branch": "nowhere"}, "nowhere"),
         ("fork", {"name": "Not A Name"}, "Not A Name"), ("open_projection", {"name": "no"}, "no"), ("replay", {"execution": 10**17}, ""),
         ("box_exec", {"box": "none", "command": "true"}, "none"), ("box_create", {"blueprint": "nowhere"}, "nowhere"),
