@@ -16,7 +16,7 @@ from .reach import Reached
 
 PORT = 49999
 START = "import layer_interpreter; layer_interpreter.serve()"
-PATIENCE = 60.0  # seconds for it to start
+PATIENCE = 180.0  # seconds for it to start; in a machine that is emulated it takes some
 
 
 async def handle(serving: Serving, scope: Scope, receive: Receive, send: Send, box: Reached) -> None:
