@@ -71,7 +71,7 @@ def kept(name: str, made_of: list[Path], make: Callable[[Path], None]) -> Path:
 
 
 def uv(*words: str) -> None:
-    """uv, of the environment this runs in; pip takes ten times as long."""
+    """uv, of the environment this runs in: from nothing it took 19 s where pip took 162, once, on a busy machine."""
     told(str(Path(sys.executable).with_name("uv")), "-q", *words)
 
 

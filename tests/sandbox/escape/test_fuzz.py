@@ -166,6 +166,7 @@ def noise_for_agent(dice: random.Random) -> bytes:
         Kind.RESIZE: struct.pack("<II", dice.randrange(1 << 32), 7),
         Kind.WINDOW: small,
         Kind.CANCEL: b"",
+        Kind.MORE: dice.randbytes(dice.choice((0, 1, 100, 60000))),
         Kind.READ: user + b"\0" + path + b"\0",
         Kind.WRITE: small + small + user + b"\0" + path + b"\0",
         Kind.LIST: small + user + b"\0" + path + b"\0",
@@ -181,7 +182,7 @@ def noise_for_agent(dice: random.Random) -> bytes:
         Kind.CLOCK: bytes(8) + b"\0" + bytes(300),
         Kind.PROCESSES: b"",
     }  # fmt: skip
-    kind = dice.choice([*shapes, 0, 8, 9, 24, 99])
+    kind = dice.choice([*shapes, 0, 9, 24, 99])
     payload = mutated(dice, shapes.get(kind, b""))[:65536]
     length = len(payload) if dice.random() < 0.995 else dice.choice((0, 65536))
     return FRAME.pack(length, number, int(kind)) + payload
