@@ -14,7 +14,7 @@ class Settings:
     query_rows: int = 100_000  # rows of one answer
     query_bytes: int = 256 << 20  # memory of a reader process, and the largest answer it may give
     busy_seconds: float = 10.0  # how long a writer waits for another one
-    readers: int = 2  # reader processes for SQL that is not the owner's
+    readers: int = 2  # reader processes of one principal, for SQL that is not the owner's
     runner_seconds: float = 10.0  # how long a process that runs executions is waited for without a sign of life
     trigger_depth: int = 16  # triggers that set each other off, one after another
     trigger_rate: int = 1000  # executions a minute that one trigger starts; more wait

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -36,6 +37,7 @@ from .views import Chain, ReadRule, base_sql, governed_sql, history_names, histo
 SUFFIX = "__history"
 LONGEST = 86_400
 READERS = 12  # connections kept idle
+CROWD = 4  # principals whose reader processes may all be at work at once
 MOST = 1 << 60  # rows anybody can mean
 logging.getLogger("sqlglot").setLevel(logging.CRITICAL)  # what it thinks of a caller's text is not for our log
 NAMED = ("principal", "reason", "execution", "branch")  # of history: who and why, for those who may read tx
@@ -566,8 +568,27 @@ class Processes:
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
-        self._free = threading.Semaphore(settings.readers)
+        self._turn = threading.Condition(self._lock)
+        self._busy: Counter[int] = Counter()  # readers that each principal has at work
         self.closed = False
+
+    @contextmanager
+    def _turn_of(self, principal: int, seconds: float) -> Iterator[None]:
+        """While one of a principal's readers is at work: whoever asks what takes long keeps nobody else waiting."""
+        each = self.settings.readers
+        with self._turn:
+            if not self._turn.wait_for(
+                lambda: self._busy[principal] < each and self._busy.total() < each * CROWD, max(seconds, 0.01)
+            ):
+                raise Unavailable("all readers are busy", hint="try again")
+            self._busy[principal] += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._busy[principal] -= 1
+                self._busy += Counter()  # forgets those who have none
+                self._turn.notify_all()
 
     def query(
         self,
@@ -586,9 +607,7 @@ class Processes:
             else [packed(parameter(v)) for v in params or ()]
         )
         moment = as_of.isoformat() if isinstance(as_of, datetime) else as_of
-        if not self._free.acquire(timeout=max(seconds, 0.01)):
-            raise Unavailable("all readers are busy", hint="try again")
-        try:
+        with self._turn_of(principal, seconds):
             for attempt in (1, 2):
                 process = self._start()
                 try:
@@ -611,8 +630,6 @@ class Processes:
                 if attempt == 2 or code not in (0, None):  # it died of this query, not of age
                     break
             raise LimitExceeded("the query needs more memory than it may have", hint="ask for less at a time")
-        finally:
-            self._free.release()
 
     def _rows(self, answer: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
         if "error" in answer:

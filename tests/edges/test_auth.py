@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from edges.serving import Server
+from starlette.datastructures import Headers
 
 from livinglayer.edges.http import auth
 from livinglayer.errors import Unauthenticated
@@ -198,6 +199,36 @@ def test_metrics_are_an_owners(server: Server) -> None:
 def test_health_needs_nobody(server: Server) -> None:
     assert httpx.get(f"{server.url}/healthz").json() == {"status": "ok"}
     assert httpx.get(f"{server.url}/readyz").json()["status"] == "ready"
+
+
+def test_a_session_is_no_token_and_a_token_no_session(server: Server) -> None:
+    browser = session(server)
+    cookie = browser.cookies["layer_session"]
+    assert browser.get("/api/me").status_code == 200  # and for a second it is known
+    assert asked(server, cookie).status_code in (401, 429)
+    assert httpx.get(f"{server.url}/api/me", headers={"x-api-key": cookie}).status_code in (401, 429)
+    token = server.token("ann")
+    assert asked(server, token).status_code == 200
+    said = httpx.get(f"{server.url}/api/me", headers={"cookie": f"layer_session={token}"})
+    assert said.status_code in (401, 429)
+
+
+def test_over_https_a_cookie_that_a_neighbour_could_set_is_none() -> None:
+    plain, prefixed = (
+        Headers({"cookie": "layer_session=x"}),
+        Headers({"cookie": "layer_session=x; __Host-layer_session=y"}),
+    )
+    assert [auth.session_of(plain, tls) for tls in (False, True)] == ["x", None]
+    assert [auth.session_of(prefixed, tls) for tls in (False, True)] == ["x", "y"]
+
+
+def test_the_page_keeps_to_the_scope_of_a_token(server: Server) -> None:
+    def page(scope: list[str]) -> str:
+        token = server.token("owner", scope=scope)
+        return httpx.get(server.url, headers={"authorization": f"Bearer {token}"}, timeout=60).text
+
+    assert "Nothing happened yet that you may see" not in page(["read"])
+    assert "Nothing happened yet that you may see" in page(["boxes"])
 
 
 def test_a_restart_keeps_tokens_and_sessions(server: Server) -> None:

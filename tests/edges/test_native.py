@@ -287,6 +287,45 @@ def test_a_scoped_token_keeps_to_its_scope(server: Server, owner: Asker) -> None
     assert reader("POST", "/api/blob", b"x").code == (403, "denied")
     writer = Asker(server, server.token("owner", scope=["write"]))
     assert writer("GET", "/api/query", sql="select 1 as n").code == (403, "denied")
+    server.layer.call("function.define", name="seen.act", code="def main(): return 1")
+    assert [
+        "/api/function/seen.act" in Asker(server, server.token("owner", scope=[part]))("GET", "/openapi.json").json["paths"]
+        for part in ("read", "boxes")
+    ] == [True, False]  # fmt: skip
+
+
+def test_a_scoped_token_makes_none_with_a_wider_scope(server: Server, owner: Asker) -> None:
+    writer = Asker(server, server.token("ann", scope=["write"]))
+    for wider in (["read"], ["write", "read"], ["boxes"]):
+        assert writer.post("token.create", name="x", scope=wider).code == (403, "denied")
+    odd: Any
+    given: Any
+    for odd in ([], "read", [["read"]], [{}], [1], ["all"], {"read": 1}):
+        assert writer.post("token.create", name="x", scope=odd).code == (400, "invalid")
+    for given in ({}, {"scope": None}, {"scope": ["write"]}):
+        made = Asker(server, writer.post("token.create", name="x", **given).result["token"])
+        assert made("GET", "/api/me").json["scope"] == ["write"]
+        assert made("GET", "/api/query", sql="select 1 as n").code == (403, "denied")
+    lent = Asker(server, server.token("owner", scope=["write"])).post("token.create", name="x", principal="ann").result
+    assert Asker(server, lent["token"])("GET", "/api/me").json == {**writer("GET", "/api/me").json, "scope": ["write"]}
+    assert Asker(server, server.token("ann")).post("token.create", name="x", scope=["read"]).status == 200
+
+
+def test_many_streams_of_slow_questions_leave_threads_for_others(server: Server, ann: Asker, ben: Asker) -> None:
+    slow = "with recursive c(n) as (select {} union all select n + 1 from c where n < 300000000) select count(*) as n from c"
+    paths = [f"/api/live?{urlencode({'sql': slow.format(n)})}" for n in range(40)]
+    waiting = [socket.create_connection(("127.0.0.1", server.port)) for _ in paths]
+    mallory = server.token("mallory")
+    try:
+        for each, path in zip(waiting, paths, strict=True):
+            each.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: {mallory}\r\n\r\n".encode())
+        time.sleep(1)
+        began = time.monotonic()
+        assert ben("GET", "/api/query", sql="select 1 as n").status == 200
+        assert time.monotonic() - began < 4
+    finally:
+        for each in waiting:
+            each.close()
 
 
 def test_what_is_anothers_is_not_there(ann: Asker, ben: Asker, owner: Asker) -> None:
@@ -298,6 +337,9 @@ def test_what_is_anothers_is_not_there(ann: Asker, ben: Asker, owner: Asker) -> 
     stolen = {"name": "ben's", "doc": digest}
     assert ben.post("row.insert", entity="item", values=stolen).code == (404, "not_found")
     assert ben.post("row.change", changes=[{"do": "insert", "entity": "item", "values": stolen}]).code == (404, "not_found")  # fmt: skip
+    claim = {"Idempotency-Key": f"content/{digest}"}  # a key that reads like a proof of having sent it
+    assert ben.post("row.insert", claim, entity="item", values={"name": "ben's"}).status == 200
+    assert ben.post("row.insert", entity="item", values=stolen).code == (404, "not_found")
     own = ben("POST", "/api/blob", b"ben's content").json["digest"]
     assert ben.post("row.insert", entity="item", values={"name": "ben's", "doc": own}).status == 200
     missing = mine + 100_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 from edges.serving import Server
+
+from livinglayer.edges.cli.serving import Text
 
 
 def layer_command(server: Server, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -41,6 +44,25 @@ def test_requests_are_logged_as_json_and_traced(serve: Callable[..., Server], mo
     assert server.process.stdout is not None
     spans = server.process.stdout.read().decode()
     assert '"layer.part": "native"' in spans and "0x" + "a" * 32 in spans
+
+
+def test_a_path_makes_no_line_of_its_own_in_the_log() -> None:
+    said = logging.LogRecord(
+        "livinglayer.http", logging.INFO, "", 0, "GET %s", ("/x\n2026 INFO all is well\x1b[2J\u2028",), None
+    )
+    assert Text("%(name)s %(message)s").format(said) == r"livinglayer.http GET /x\n2026 INFO all is well\x1b[2J\u2028"
+
+
+def test_numbers_that_are_none_are_no_failure(server: Server) -> None:
+    for name, value in (("e2b-sandbox-port", b"\xb2"), ("e2b-sandbox-port", b"99999"), ("mcp-session-id", b"\xb2")):
+        headers = {b"e2b-sandbox-id": b"x", name.encode(): value, b"x-api-key": server.key().encode()}
+        assert httpx.get(f"{server.url}/api/me", headers=headers).status_code in (200, 400, 502)
+    for number in ("%C2%B2", "9" * 5000):
+        answer = httpx.put(
+            f"{server.url}/templates/uploads/{number}/{'0' * 64}?until=1", headers={"x-api-key": server.key()}
+        )
+        assert answer.status_code == 401
+    assert "Traceback" not in server.log
 
 
 def test_it_ends_soon_while_streams_are_open_and_leaves_no_trace_of_itself(serve: Callable[..., Server]) -> None:

@@ -134,6 +134,13 @@ def work_beside(layer: Layer) -> Any:
     return worker
 
 
+class Text(logging.Formatter):
+    """One line for what is said, whatever a request had in its path."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().formatMessage(record))
+
+
 class Lines(logging.Formatter):
     """One JSON object a line."""
 
@@ -149,7 +156,7 @@ class Lines(logging.Formatter):
 def logs(as_json: bool) -> None:
     """The log goes to standard error, as text or as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Lines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(Lines() if as_json else Text("%(asctime)s %(levelname)s %(name)s %(message)s"))
     top = logging.getLogger()
     top.handlers[:] = [handler]
     top.setLevel(logging.WARNING)

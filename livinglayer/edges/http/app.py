@@ -22,6 +22,7 @@ from .serving import Serving
 
 Part = Callable[[Serving, Request], Awaitable[Response]]
 PORT_HOST = re.compile(r"(\d{1,5})-([a-z0-9-]{1,64})")
+PORT = re.compile(r"[0-9]{1,5}")
 ENVD, INTERPRETER = 49983, 49999
 # What E2B's clients ask of the control plane when they are not told another name for it than ours.
 CONTROL = frozenset({"sandboxes", "snapshots", "templates", "volumes", "volumecontent", "secrets", "teams"})
@@ -86,7 +87,7 @@ class App:
             return "refused", _foreign  # a page of somebody else, or of a box
         if box := headers.get("e2b-sandbox-id"):
             port = headers.get("e2b-sandbox-port", "")
-            return self._box(box, int(port) if port.isdigit() and len(port) < 6 else ENVD)
+            return self._box(box, int(port) if PORT.fullmatch(port) else ENVD)
         first, _, rest = scope["path"].lstrip("/").partition("/")
         if scope["type"] != "http":
             return "refused", _nothing

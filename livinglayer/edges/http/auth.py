@@ -61,28 +61,27 @@ def _forget(known: OrderedDict[Any, Any]) -> None:
         known.popitem(last=False)
 
 
-def session_of(headers: Headers) -> str | None:
-    """What a browser's cookie says."""
+def session_of(headers: Headers, tls: bool) -> str | None:
+    """What a browser's cookie says; over HTTPS only the one that no neighbour's page can set."""
     if COOKIES[0] not in (cookie := headers.get("cookie", "")):
         return None
-    found = cookie_parser(cookie)
-    return found.get(COOKIES[1]) or found.get(COOKIES[0])
+    return cookie_parser(cookie).get(COOKIES[tls])
 
 
-def given(headers: Headers) -> tuple[str, str] | None:
+def given(headers: Headers, tls: bool = False) -> tuple[str, str] | None:
     """What a request proves itself with, and how: `token` or `session`."""
     if (header := headers.get("authorization", "")) and header[:7].lower() == "bearer ":
         return header[7:].strip(), "token"
     if key := headers.get("x-api-key"):
         return key, "token"
-    return (text, "session") if (text := session_of(headers)) else None
+    return (text, "session") if (text := session_of(headers, tls)) else None
 
 
 async def authenticate(
     serving: Serving, headers: Headers, address: str, method: str = "GET", path: str = "/", payload: bytes | None = None
 ) -> Caller:
     """Who asks, or Unauthenticated."""
-    found = given(headers)
+    found = given(headers, serving.tls)
     if found is None:
         raise Unauthenticated("there is no token in the request", hint="Authorization: Bearer TOKEN, or X-API-Key")
     text, how = found
@@ -100,7 +99,7 @@ async def prove(
     """Whose a token is, believed for a second."""
     gate, digest = serving.gate, hashlib.sha256(text.encode()).hexdigest()
     kept = gate.proven.get(digest)
-    if kept is not None and time.monotonic() - kept[0] < FRESH:
+    if kept is not None and time.monotonic() - kept[0] < FRESH and _fits(kept[1], how):
         return kept[1]
     try:
         if text.count(".") == 2 and how == "token":  # signed by another layer: good for one request
@@ -113,7 +112,7 @@ async def prove(
                 await keep(serving, "layer", "in", headers, address, proven.principal)
             return proven
         proven = await serving.do(tokens.prove, serving.layer, text)
-        if (proven.kind == "session") != (how == "session") or proven.kind == "login":
+        if not _fits(proven, how):
             raise Unauthenticated(tokens.NOBODY)
     except Unauthenticated as error:
         gate.proven.pop(digest, None)
@@ -127,6 +126,11 @@ async def prove(
         if how != "session":  # whose sign-in was kept when it began
             await keep(serving, how, "in", headers, address, proven.principal, token=proven.token)
     return proven
+
+
+def _fits(proven: Proven, how: str) -> bool:
+    """Whether a proof came the way it is for: a session as a cookie, any other in a header, a link neither way."""
+    return proven.kind != "login" and (proven.kind == "session") == (how == "session")
 
 
 async def refused(serving: Serving, how: str, headers: Headers, address: str, detail: str) -> None:

@@ -77,5 +77,6 @@ def _files(layer: Layer, entity: Any, named: Mapping[str, str], branch: str) -> 
 def _sent(layer: Layer, digest: str) -> bool:
     at = layer.engine.schema_prefix
     with layer.engine.reading() as session:
-        sql = f"select 1 from {at}ledger_key where principal = ? and key = ?"
-        return session.one(sql, (layer._me, SENT + digest)) is not None
+        # the digest too: an idempotency key that only reads like one of ours has that of its request
+        sql = f"select 1 from {at}ledger_key where principal = ? and key = ? and digest = ?"
+        return session.one(sql, (layer._me, SENT + digest, digest)) is not None

@@ -45,7 +45,7 @@ async def page(serving: Serving, request: Request) -> Response:
         caller = await auth.authenticate(serving, request.headers, address(request))
     except Unauthenticated:
         return shown("Living Layer", signed_out(serving))
-    session = auth.session_of(request.headers) or ""
+    session = auth.session_of(request.headers, serving.tls) or ""
     return shown("Living Layer", await serving.do(signed_in, serving, caller, auth.csrf(session)))
 
 
@@ -66,9 +66,9 @@ def signed_in(serving: Serving, caller: Caller, csrf: str) -> str:
         f'<form class="out" method="post" action="/logout"><input type="hidden" name="csrf" value="{csrf}"><button>Sign out</button></form>',
         f"<h1>Living Layer</h1><p>Layer <code>{escaped(layer.id)}</code>, as <b>{escaped(caller.name)}</b>.</p>",
         "<h2>What runs</h2>",
-        table(boxes(layer), ("box", "blueprint", "tier", "state", "since"), "No boxes."),
+        table(boxes(layer) if caller.may("boxes") else [], ("box", "blueprint", "tier", "state", "since"), "No boxes."),
         "<h2>Executions</h2>",
-        table(executions(layer), ("id", "what", "principal", "status", "started"), "Nothing happened yet that you may see."),
+        table(executions(layer) if caller.may("read") else [], ("id", "what", "principal", "status", "started"), "Nothing happened yet that you may see."),
     ]  # fmt: skip
     said.append("<h2>Connect</h2>")
     for title, text in snippets(serving, caller):
@@ -172,7 +172,7 @@ async def logout(serving: Serving, request: Request) -> Response:
     if request.method != "POST":
         return not_so("POST")
     fields = parse_qs((await body(request, 65536)).decode("latin-1"))
-    if not auth.is_form_of((auth.session_of(request.headers) or ""), fields.get("csrf", [""])[0]):
+    if not auth.is_form_of((auth.session_of(request.headers, serving.tls) or ""), fields.get("csrf", [""])[0]):
         return shown("Sign out", "<h1>Living Layer</h1><p>That form was not of this session.</p>", 403)
     await auth.close_session(serving, request.headers, address(request))
     response = RedirectResponse("/", 303)

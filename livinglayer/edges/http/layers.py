@@ -107,6 +107,7 @@ async def _followed(
     serving: Serving, request: Request, caller: Caller, found: query.Projection, arguments: Mapping[str, Any], kind: str, branch: str
 ) -> AsyncIterator[bytes]:  # fmt: skip
     from . import auth, live
+    from .native import do
 
     assert found.remote is not None
     loop, changed, ended = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
@@ -145,8 +146,10 @@ async def _followed(
                 continue
             changed.clear()
             try:
-                rows, tx = await serving.do(
-                    lambda: query.read(caller.layer, found.name, arguments, principal=caller.principal, branch=branch)
+                rows, tx = await do(
+                    serving,
+                    caller,
+                    lambda: query.read(caller.layer, found.name, arguments, principal=caller.principal, branch=branch),
                 )
             except LayerError as error:
                 if error.status != 503:

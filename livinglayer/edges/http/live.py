@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.requests import Request
@@ -37,6 +37,7 @@ LASTING = 300.0  # seconds of another layer's stream
 MOST = 1000  # streams of one principal
 ROWS = 10_000  # of one answer
 BATCH = 1000  # changes read at once
+T = TypeVar("T")
 Read = Callable[["int | None"], tuple[list[dict[str, Any]], int]]
 
 
@@ -52,18 +53,26 @@ class Topic:
     typed_data: bytes = b""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def look(self, serving: Serving, tx: int) -> None:
+    async def look(self, serving: Serving, caller: Caller, tx: int) -> None:
         """Ask again, unless somebody has since that tx."""
         async with self.lock:
             if self.seen >= tx:
                 return
-            rows, shown = await serving.do(self.read, None)
+            rows, shown = await _do(serving, caller, self.read, None)
             digest = fingerprint(rows)
             if digest != self.digest:
                 found = {"rows": rows, "tx": shown}
                 self.digest, self.tx = digest, shown
                 self.data, self.typed_data = typed.plain(found), typed.dumps(found)
             self.seen = max(tx, shown)
+
+
+async def _do(serving: Serving, caller: Caller, act: Callable[..., T], *args: Any) -> T:
+    """Run what a stream reads on a thread, when it is its principal's turn: a thousand streams have no more than it."""
+    from .native import do
+
+    found: T = await do(serving, caller, lambda: act(*args))
+    return found
 
 
 def fingerprint(rows: list[dict[str, Any]]) -> bytes:
@@ -161,20 +170,20 @@ async def handle(serving: Serving, request: Request, caller: Caller, rest: str) 
         raise LimitExceeded(f"{caller.name} has {MOST} streams open", hint="close some", retry_after=1)
     since = resumed(request.headers.get("last-event-id"))
     kind = TYPED if chosen == "typed" else ""
-    if asked[0] == "projection" and (found := await serving.do(theirs, caller, given)) is not None:
+    if asked[0] == "projection" and (found := await _do(serving, caller, theirs, caller, given)) is not None:
         events = layers.followed(serving, request, caller, found, given.get("arguments") or {}, kind, given.get("branch", "main"))  # fmt: skip
     elif asked[0] == "entity":
         start = await serving.do(last, caller.layer)
         since = start if since is None or since > start else since
         changes = Changes(caller.layer, given["entity"], given.get("id"), given.get("branch", "main"), since)
-        first = await serving.do(changes.next)  # what it may not see is not there: before anything is sent
+        first = await _do(serving, caller, changes.next)  # what it may not see is not there: before anything is sent
         events = changed(serving, request, caller, changes, first, kind)
     else:
         read = reading(caller.layer, asked[0], given)
         key = (caller.principal, typed.plain(sorted(given.items())))
         topic = watch.topics.get(key) or watch.topics.setdefault(key, Topic(read))
-        await topic.look(serving, max(watch.tx, 0))
-        known = None if since is None else await serving.do(digest_at, read, since)
+        await topic.look(serving, caller, max(watch.tx, 0))
+        known = None if since is None else await _do(serving, caller, digest_at, read, since)
         events = answered(serving, request, caller, topic, known, kind)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     if request.method == "HEAD":
@@ -229,7 +238,7 @@ async def answered(
         yield b"retry: 1000\n\n"
         async for beat in beats(serving, request, caller, watch, lambda: topic.seen):
             try:
-                await topic.look(serving, watch.tx)
+                await topic.look(serving, caller, watch.tx)
             except LayerError as error:
                 yield failed(error)
                 return
@@ -250,13 +259,13 @@ async def changed(
         async for beat in beats(serving, request, caller, watch, lambda: changes.since):
             tx = watch.tx
             try:
-                rows = rows or await serving.do(changes.next)
+                rows = rows or await _do(serving, caller, changes.next)
                 while rows:
                     for place, row in enumerate(rows):
                         ends = place + 1 == len(rows) or rows[place + 1]["tx"] != row["tx"]
                         yield event("change", encode(row), row["tx"] if ends else None)
                     changes.since = rows[-1]["tx"]
-                    rows = await serving.do(changes.next)
+                    rows = await _do(serving, caller, changes.next)
             except LayerError as error:
                 yield failed(error)
                 return

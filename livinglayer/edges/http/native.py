@@ -17,6 +17,7 @@ from starlette.responses import Response
 from ... import typed
 from ...bundle import verbs  # noqa: F401  (its verbs are in the table too)
 from ...errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, TimedOut
+from ...law.tokens import PARTS
 from ...law.verbs import VERBS, moment
 from ...projection import query as projections
 from ...substrate.reads import clock
@@ -144,6 +145,8 @@ async def _verb(serving: Serving, request: Request, caller: Caller, rest: str, n
     kind, arguments = form(request), plain(await document(request))
     if (seen := request.headers.get("if-match")) is not None:
         arguments = expecting(name, arguments, seen)
+    if name == "token.create":
+        arguments = narrowed(caller, arguments)
     act = partial(_call, caller.layer, name, arguments, request, given, kind)
     try:
         return await (do(serving, caller, act) if VERBS[name].brief else do_long(serving, caller, act))
@@ -174,6 +177,18 @@ def expecting(name: str, arguments: dict[str, Any], seen: str) -> dict[str, Any]
     if arguments.get("expect") not in (None, int(found[1])):
         raise Invalid("If-Match and expect say different things")
     return {**arguments, "expect": int(found[1])}
+
+
+def narrowed(caller: Caller, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a token with a scope makes has no wider one: its own, if none is named."""
+    if caller.scope is None:
+        return arguments
+    if arguments.get("scope") is None:
+        return {**arguments, "scope": sorted(caller.scope)}
+    for part in arguments["scope"] if isinstance(arguments["scope"], list) else ():
+        if isinstance(part, str) and part in PARTS:  # whatever else is there is refused by the verb
+            caller.require(part)
+    return arguments
 
 
 def plain(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -492,10 +507,10 @@ async def described(serving: Serving, request: Request) -> Response:
     if request.method not in ("GET", "HEAD"):
         raise NotAllowed("/openapi.json is read", hint="GET, HEAD", allow="GET, HEAD")
     layer = None
-    if auth.given(request.headers) is not None:
+    if auth.given(request.headers, serving.tls) is not None:
         caller = await _who(serving, request)
         await limits(serving).take(serving, caller)
-        layer = caller.layer
+        layer = caller.layer if caller.may("read") else None
     return told(await serving.do(openapi.document, serving.url, layer), JSON)
 
 

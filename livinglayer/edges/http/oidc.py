@@ -43,7 +43,10 @@ from .asked import NotAllowed
 if TYPE_CHECKING:
     from .serving import Serving
 
-COOKIE = "layer_oidc"
+COOKIES = (
+    ("layer_oidc", "/login/oidc"),
+    ("__Host-layer_oidc", "/"),
+)  # names and paths; the second over HTTPS, where no neighbour's page can set it
 CALLBACK = "/login/oidc/callback"
 ATTEMPT = 600  # seconds to sign in over there
 KNOWN = 3600.0  # seconds that what a provider says of itself is believed
@@ -240,13 +243,16 @@ async def handle(serving: Serving, request: Request) -> Response:
     if serving.gate.locked(address):
         raise auth.locked_out()
     try:
-        principal, to = await serving.do(finish, serving, dict(request.query_params), request.cookies.get(COOKIE))
+        principal, to = await serving.do(
+            finish, serving, dict(request.query_params), request.cookies.get(COOKIES[serving.tls][0])
+        )
     except Unauthenticated as error:
         await auth.refused(serving, "oidc", request.headers, address, error.message)
         raise
     cookie = await auth.open_session(serving, principal, "oidc", address, request.headers.get("user-agent"))
     response = home.entered(serving, cookie, to)
-    response.delete_cookie(COOKIE, path="/login/oidc")
+    name, path = COOKIES[serving.tls]
+    response.delete_cookie(name, path, secure=serving.tls, httponly=True, samesite="lax")
     return response
 
 
@@ -267,9 +273,8 @@ async def begin(serving: Serving, request: Request) -> Response:
     }  # fmt: skip
     there = await serving.do(found.endpoint, "authorization_endpoint")
     response = RedirectResponse(f"{there}{'&' if '?' in there else '?'}{urlencode(query, quote_via=quote)}", 303)
-    response.set_cookie(
-        COOKIE, sealed(serving.layer.id, attempt), max_age=ATTEMPT, httponly=True, samesite="lax", secure=serving.tls, path="/login/oidc",
-    )  # fmt: skip
+    name, path = COOKIES[serving.tls]
+    response.set_cookie(name, sealed(serving.layer.id, attempt), ATTEMPT, path=path, secure=serving.tls, httponly=True, samesite="lax")  # fmt: skip
     response.headers["cache-control"] = "no-store"
     return response
 

@@ -37,9 +37,13 @@ class Caller:
     token: int | None = None
     kind: str = "api"
 
+    def may(self, part: str) -> bool:
+        """Whether its token is for a part: read, write or boxes."""
+        return self.scope is None or part in self.scope
+
     def require(self, part: str) -> None:
-        """Denied when its token is not for a part: read, write or boxes."""
-        if self.scope is not None and part not in self.scope:
+        """Denied when its token is not for a part."""
+        if self.scope is not None and not self.may(part):
             raise Denied(
                 f"this token is for {', '.join(sorted(self.scope))}, not for {part}",
                 hint="layer token create NAME --scope …",
@@ -74,7 +78,7 @@ class Serving:
 async def body(request: Request, limit: int = BODY, seconds: float = PATIENCE) -> bytes:
     """All of a request's body; refused when it is too large or too slow."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isdecimal() and int(declared) > limit:
         raise too_large(limit)
     parts, size = [], 0
     try:
