@@ -342,7 +342,12 @@ class Agent:
         (found,) = await self.ask(Kind.WHO, text(user), Kind.PERSON)
         name, home, *_ = found[8:].split(b"\0") + [b""]
         uid, gid = struct.unpack_from("<II", found)
-        return {"uid": uid, "gid": gid, "name": name.decode("utf-8", "replace"), "home": home.decode("utf-8", "replace")}
+        return {
+            "uid": uid,
+            "gid": gid,
+            "name": name.decode("utf-8", "replace"),
+            "home": home.decode("utf-8", "replace"),
+        }
 
     async def move(self, source: str, target: str, user: str = "") -> None:
         await self.ask(Kind.MOVE, text(user) + text(source) + text(target))
@@ -416,9 +421,7 @@ class Writing:
         flags = PARENTS | (1 if append else 0)
         agent.send(
             Kind.WRITE,
-            mode.to_bytes(4, "little")
-            + flags.to_bytes(4, "little")
-            + b"".join(map(text, (user, path, *attributes))),
+            mode.to_bytes(4, "little") + flags.to_bytes(4, "little") + b"".join(map(text, (user, path, *attributes))),
             self._number,
         )
 

@@ -21,7 +21,9 @@ def parse_size(value: object, what: str = "size") -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     found = (
-        re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", value.strip().lower()) if isinstance(value, str) else None
+        re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
+        if isinstance(value, str)
+        else None
     )
     if not found or float(found[1]) <= 0:
         raise Invalid(f"{what} {value!r} is not a size", hint='a number of bytes, or "256M", "2G"')
@@ -88,8 +90,10 @@ class Blueprint:
         for port in self.ports:
             check_port(port)
         for mount in self.mounts:
-            if not mount.target.startswith("/") or ".." in mount.target.split("/") or not (
-                mount.source.startswith("/") or VOLUME.fullmatch(mount.source)
+            if (
+                not mount.target.startswith("/")
+                or ".." in mount.target.split("/")
+                or not (mount.source.startswith("/") or VOLUME.fullmatch(mount.source))
             ):
                 raise Invalid(f"mount {mount.source!r} at {mount.target!r} needs two absolute paths")
 

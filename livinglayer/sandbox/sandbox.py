@@ -444,9 +444,7 @@ class AsyncFiles:
         """Remove a file, or a directory with all in it."""
         await self._call("remove", path, user=user)
 
-    async def mkdir(
-        self, path: str, *, mode: int = 0o755, user: str | None = None, owner: str | None = None
-    ) -> None:
+    async def mkdir(self, path: str, *, mode: int = 0o755, user: str | None = None, owner: str | None = None) -> None:
         """Make a directory, and those above it; they belong to `owner`."""
         await self._call("mkdir", path, mode=mode, user=user, owner=owner)
 

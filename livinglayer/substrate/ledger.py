@@ -30,8 +30,21 @@ from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
 GUARDED = frozenset(
-    {"entity", "field", "branch", "permission", "principal", "membership", "conflict", "secret", "approval", "bundle", "token",
-     "sign_in", "volume"}
+    {
+        "entity",
+        "field",
+        "branch",
+        "permission",
+        "principal",
+        "membership",
+        "conflict",
+        "secret",
+        "approval",
+        "bundle",
+        "token",
+        "sign_in",
+        "volume",
+    }
 )  # changed by verbs of their own
 AUTHORITY = frozenset({"permission", "principal", "membership", "token"})  # who may do what
 GOVERNING = frozenset(

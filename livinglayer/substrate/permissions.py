@@ -18,7 +18,21 @@ if TYPE_CHECKING:
     from .engine import Session
 
 WRITES = ("insert", "update", "delete")
-ACTIONS = ("read", *WRITES, "write", "fork", "merge", "define", "grant", "impersonate", "call", "use", "approve", "connect", "*")
+ACTIONS = (
+    "read",
+    *WRITES,
+    "write",
+    "fork",
+    "merge",
+    "define",
+    "grant",
+    "impersonate",
+    "call",
+    "use",
+    "approve",
+    "connect",
+    "*",
+)
 
 
 @dataclass(frozen=True)

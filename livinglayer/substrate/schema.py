@@ -164,7 +164,9 @@ class Entity:
     def get(self, name: str) -> Field:
         found = self.by_name.get(name) if isinstance(name, str) else None
         if found is None:
-            raise Invalid(f"{self.name!r} has no field {name!r:.120}", hint="fields: " + ", ".join(["id", *self.by_name]))
+            raise Invalid(
+                f"{self.name!r} has no field {name!r:.120}", hint="fields: " + ", ".join(["id", *self.by_name])
+            )
         return found
 
 
