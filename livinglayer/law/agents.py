@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import Conflict, Denied, Invalid, LayerError, NotFound, Unavailable
+from ..errors import Conflict, Denied, Invalid, NotFound, Unavailable
 from ..sandbox.sandbox import Sandbox
 from ..substrate import branches
 from ..substrate.ledger import Execution
@@ -94,19 +94,11 @@ def begin(
         told = making.act(execution)
     except BaseException:
         if source is not None:
-            _discard(layer, call.execution, branch)  # without the box there is no branch
+            branches.withdraw(layer._ledger, call.execution, branch)  # without the box there is no branch
         raise
     return {key: told[key] for key in ("execution", "box", "id", "branch", "contract", "tier", "kept")} | {
         "task": agent["task"], "program": agent["argv"], "source": source,
     }  # fmt: skip
-
-
-def _discard(layer: Any, execution: Execution, branch: str) -> None:
-    try:
-        with layer._ledger.work() as work:
-            branches.discarded(work, execution, work.catalog.branch(work.session, branch, open_only=True), None)
-    except LayerError:
-        pass  # what went wrong before is what there is to tell
 
 
 # While it runs

@@ -23,7 +23,8 @@ from ..sandbox.blueprint import VIRTUAL, Blueprint, check_variable
 from ..sandbox.client import blocking_client, run_blocking
 from ..sandbox.egress import narrow, rules
 from ..sandbox.sandbox import Sandbox
-from ..substrate.ledger import Execution, Tx, now
+from ..substrate.ledger import MAIN_CHAIN, Execution, Tx, now
+from ..substrate.past import Past
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN, SYSTEM
 from ..substrate.values import datetime_text, json_text
@@ -95,10 +96,10 @@ class Making:
         environment: Mapping[str, Any] | None = None, volumes: Sequence[Any] | None = None, snapshot: str | None = None,
     ) -> None:  # fmt: skip
         self.layer, self.principal = layer, principal
-        self.row = find(layer, blueprint)
+        self.row = find(layer, blueprint, principal)
         self.permissions = admitted(layer, principal, self.row, blueprint)
         usage.admit(layer, principal, None, ("boxes",))
-        if snapshot is not None and taker(layer, snapshot) != principal and not _owner(layer, principal):
+        if snapshot is not None and not _took(layer, principal, snapshot) and not _owner(layer, principal):
             raise NotFound(f"there is no snapshot {snapshot!r:.120}")
         self.snapshot: str | None = snapshot or self.row.get("snapshot")
         self.egress = narrowed(self.row, egress)
@@ -147,19 +148,33 @@ def label(told: Mapping[str, Any]) -> str:
 # Who may
 
 
-def find(layer: Any, blueprint: str) -> dict[str, Any]:
-    """A blueprint by its name, or by the snapshot that it is."""
+def find(layer: Any, blueprint: str, principal: int | None = None) -> dict[str, Any]:
+    """A blueprint by its name, or by the snapshot that it is: of equal ones, which share an id, the principal's own."""
+    kept = _of(layer, blueprint) if ID.fullmatch(blueprint) else []
+    if mine := [row for row in kept if principal is not None and giver(layer, row) == principal]:
+        return mine[0]
     try:
         return row_of(layer, "blueprint", blueprint)
     except NotFound:
-        entity = SYSTEM.by_name["blueprint"]
-        with layer.engine.reading() as session:
-            catalog = layer._catalog
-            chain = catalog.chain(session, catalog.branch(session, "main"), None)
-            rows = catalog.rows(session, entity, chain, f"where x.{entity.by_name['snapshot'].store} = ?", (blueprint,))
-        if not rows:
-            raise
-        return dict(rows[0])
+        if not kept:
+            raise _missing(blueprint) from None
+        return kept[0]
+
+
+def _of(layer: Any, snapshot: str) -> list[dict[str, Any]]:
+    """The blueprints whose boxes begin at a snapshot, whoever's they are."""
+    entity = SYSTEM.by_name["blueprint"]
+    with layer.engine.reading() as session:
+        catalog = layer._catalog
+        chain = catalog.chain(session, catalog.branch(session, "main"), None)
+        rows = catalog.rows(session, entity, chain, f"where x.{entity.by_name['snapshot'].store} = ?", (snapshot,))
+    return [dict(row) for row in rows]
+
+
+def _missing(called: str) -> NotFound:
+    """What is told of a blueprint that there is not, and of one that whoever asks may not know of."""
+    hint = f"select name from blueprint lists them; whoever opens one needs `call` on box:{called:.60}"
+    return NotFound(f"there is no blueprint {called!r:.120}", hint=hint)
 
 
 def admitted(layer: Any, principal: int, row: Mapping[str, Any], called: str) -> list[int]:
@@ -178,21 +193,19 @@ def admitted(layer: Any, principal: int, row: Mapping[str, Any], called: str) ->
         if wrote == built.get("owner") or _owner(layer, wrote):
             return []  # a template is for whoever built it, a public one for everybody
     kept = row.get("snapshot") is not None and not grants
-    if kept and taker(layer, row["snapshot"]) == principal and definer_of(layer, "blueprint", row) == principal:
+    if kept and giver(layer, row) == principal and definer_of(layer, "blueprint", row) == principal:
         return []
     error = policy.refusal("call", resource, grants, named=True)
     if "blueprint" in layer.schema().by_name and _readable(layer, principal, row["id"]):
         raise error
-    layer._ledger.denied(
-        layer._execution(None), error
-    )  # whoever may not read blueprints does not learn that there is one
-    raise NotFound(f"there is no blueprint {called!r:.120}", hint="select name from blueprint lists them")
+    layer._ledger.denied(layer._execution(None), error)
+    raise _missing(called)  # whoever may not read blueprints does not learn that there is one
 
 
 def _named(layer: Any, principal: int, row: Mapping[str, Any], called: str) -> bool:
     """Whether this is a name that somebody else gave to a snapshot: they could have taken one that others expect something else of."""
     kept = row.get("snapshot") if "snapshot" in (row.get("annotations") or {}) else None
-    return kept is not None and called != kept and taker(layer, kept) not in (None, principal)
+    return kept is not None and called != kept and giver(layer, row) not in (None, principal)
 
 
 def _readable(layer: Any, principal: int, number: int) -> bool:
@@ -217,6 +230,27 @@ def taker(layer: Any, snapshot: str) -> int | None:
             (snapshot,),
         )
     return None if row is None else int(row[0])
+
+
+def giver(layer: Any, row: Mapping[str, Any]) -> int | None:
+    """Who kept a snapshot as this blueprint. Boxes with equal files have equal snapshots: the ledger's taker is but the first."""
+    entity, catalog, at = SYSTEM.by_name["blueprint"], layer._catalog, layer.engine.schema_prefix
+    with layer.engine.reading() as session:
+        past, wrote, kept = Past(catalog, session, clock(layer.engine, session)[1]), None, None
+        for version in past.versions(entity, row["id"], catalog.chain(session, catalog.branch(session, "main"), None)):
+            value = None if version.values is None else past.table(entity).value(entity.by_name["snapshot"], version.values)  # fmt: skip
+            if value is None or kept not in (None, value):
+                break
+            kept, wrote = value, version.tx
+        found = wrote and session.one(
+            f"select t.principal from {at}ledger_tx t join {at}ledger_call c on c.execution = t.execution where t.tx = ? and c.verb = 'box.snapshot'",
+            (wrote,),
+        )
+    return int(found[0]) if found else taker(layer, row["snapshot"])
+
+
+def _took(layer: Any, principal: int, snapshot: str) -> bool:
+    return taker(layer, snapshot) == principal or any(giver(layer, row) == principal for row in _of(layer, snapshot))
 
 
 def told_egress(egress: Any) -> Any:
@@ -541,9 +575,13 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
     held = told(found)
     if name is not None and (not KEPT_NAME.fullmatch(name) or ID.fullmatch(name)):
         raise Invalid(f"{name!r:.120} can't be the name of a snapshot", hint="e.g. after-install, or team/app:v2")
-    row = dict(find(layer, held["blueprint"]))
+    row = dict(find(layer, held["blueprint"], principal))
+    if name is not None and _anothers(layer, principal, name):
+        raise Conflict(f"a blueprint {name!r} exists already", hint="another name")
     taken = Sandbox.connect(found["id"]).snapshot(memory=memory and found["tier"] in VIRTUAL)
     called = name or taken.id
+    if name is None and any(kept["name"] == called and giver(layer, kept) != principal for kept in _of(layer, called)):
+        called = f"{called}-{secrets.token_hex(4)}"  # somebody else has kept the same files
     entity = SYSTEM.by_name["blueprint"]
     annotations = {
         "snapshot": {"box": found["id"], "of": row["name"], "created": taken.created, "named": name is not None}
@@ -552,7 +590,7 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
 
     def act(tx: Tx) -> None:
         known = layer._catalog.rows(tx.session, entity, tx.chain, f"where x.{entity.by_name['name'].store} = ?", (called,))  # fmt: skip
-        if known and (known[0].get("snapshot") is None or taker(layer, known[0]["snapshot"]) != principal):
+        if known and (known[0].get("snapshot") is None or giver(layer, known[0]) != principal):
             raise Conflict(f"a blueprint {called!r} exists already", hint="another name")
         at = layer.engine.schema_prefix
         if not tx.session.one(f"select 1 from {at}ledger_snapshot where id = ?", (taken.id,)):
@@ -564,22 +602,33 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
     try:
         layer._ledger.write(call.execution, "main", act)
     except BaseException:
-        if taken.id != found["snapshot"]:
+        if taken.id != found["snapshot"] and not _of(layer, taken.id):
             run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": taken.id}))
         raise
     return {"snapshot": taken.id, "blueprint": called, "box": found["id"], "memory": taken.memory}
+
+
+def _anothers(layer: Any, principal: int, name: str) -> bool:
+    """Whether a name lies below that of somebody else, where only they keep templates; an owner keeps them everywhere."""
+    above, slash, _ = name.partition("/")
+    if not slash or _owner(layer, principal):
+        return False
+    entity = SYSTEM.by_name["principal"]
+    with layer.engine.reading() as session:
+        rows = layer._catalog.rows(session, entity, MAIN_CHAIN, f"where x.{entity.by_name['name'].store} = ?", (above,))
+    return any(row["id"] != principal for row in rows)
 
 
 @verb("box.forget")
 def forget(call: Call, *, snapshot: str) -> Any:
     """Take a snapshot away, and the blueprint that it is; boxes that began there go on."""
     layer, principal = call.layer, call.asking.principal
-    row = find(layer, snapshot)
-    if row.get("snapshot") is None or (taker(layer, row["snapshot"]) != principal and not _owner(layer, principal)):
+    row = find(layer, snapshot, principal)
+    if row.get("snapshot") is None or (giver(layer, row) != principal and not _owner(layer, principal)):
         raise NotFound(f"there is no snapshot {snapshot!r:.120}")
     entity = SYSTEM.by_name["blueprint"]
     layer._ledger.write(call.execution, "main", lambda tx: tx.erase(entity, row["id"]))
-    if not snapshots(layer, principal, of=row["snapshot"]):
+    if not _of(layer, row["snapshot"]):
         try:
             run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": row["snapshot"]}))
         except NotFound:
@@ -587,15 +636,15 @@ def forget(call: Call, *, snapshot: str) -> Any:
     return {"forgotten": row["name"], "snapshot": row["snapshot"]}
 
 
-def snapshots(layer: Any, principal: int, of: str | None = None) -> list[dict[str, Any]]:
+def snapshots(layer: Any, principal: int) -> list[dict[str, Any]]:
     """The blueprints that are snapshots of boxes a principal may use, oldest first."""
     entity, owner = SYSTEM.by_name["blueprint"], _owner(layer, principal)
     with layer.engine.reading() as session:
         catalog = layer._catalog
         chain = catalog.chain(session, catalog.branch(session, "main"), None)
         rows = catalog.rows(session, entity, chain, f"where x.{entity.by_name['snapshot'].store} is not null")
-    found = [dict(row) for row in rows if "snapshot" in (row["annotations"] or {}) and of in (None, row["snapshot"])]
-    return [row for row in sorted(found, key=lambda row: row["id"]) if owner or taker(layer, row["snapshot"]) == principal]  # fmt: skip
+    found = [dict(row) for row in rows if "snapshot" in (row["annotations"] or {})]
+    return [row for row in sorted(found, key=lambda row: row["id"]) if owner or giver(layer, row) == principal]  # fmt: skip
 
 
 @verb("box.fork", brief=False)
@@ -607,6 +656,7 @@ def fork(call: Call, *, box: str, count: int = 1, timeout: float | None = None) 
     found = mine(layer, asking.principal, box)
     held = told(found)
     making = Making(layer, asking.principal, held["blueprint"])
+    usage.admit(layer, asking.principal, None, ("boxes",), count)
     parent, life = f"b{held['execution']}", found["life"]
     life = {"seconds": life["seconds"] if timeout is None else timeout, "then": life["then"], "wakes": life["wakes"]}
     layer._ledger.intend(call.execution)

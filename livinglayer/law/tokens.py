@@ -17,7 +17,6 @@ from .verbs import Call, Items, verb
 TOKEN, PRINCIPAL, SIGN_IN = (SYSTEM.by_name[name] for name in ("token", "principal", "sign_in"))
 PARTS = ("read", "write", "boxes")  # what a scope may name: queries, changes, boxes
 KINDS = {"api": "ll_", "e2b": "e2b_", "session": "session_", "login": "login_"}
-NOBODY = "the token is nobody's here, or it has ended"
 Outcome = Literal["in", "refused", "locked", "out"]
 
 
@@ -31,6 +30,11 @@ class Proven:
     kind: str
     scope: frozenset[str] | None  # None: all that its principal may
     expires: datetime | None
+
+
+def nobody() -> Unauthenticated:
+    """What a token that is unknown, over or taken back is told; not which of these."""
+    return Unauthenticated("the token is nobody's here, or it has ended", hint="layer token create makes one")
 
 
 def create(
@@ -79,9 +83,9 @@ def prove(layer: Any, text: str) -> Proven:
         row = rows[0] if rows else None
         who = having(PRINCIPAL, "id", row["principal"]) if row else having(PRINCIPAL, "token", hashed)
     if not who or not secrets.compare_digest(row["hash"] if row else who[0]["token"], hashed):
-        raise Unauthenticated(NOBODY)
+        raise nobody()
     if row and (row["revoked"] is not None or (row["expires"] is not None and row["expires"] <= datetime.now(UTC))):
-        raise Unauthenticated(NOBODY)
+        raise nobody()
     if row is None:
         return Proven(who[0]["id"], who[0]["name"], None, "api", None, None)
     scope = None if row["scope"] is None else frozenset(row["scope"])
@@ -102,11 +106,11 @@ def redeem(layer: Any, text: str) -> int:
     """Use up a one-time token: whose it is. Of several who try, one gets in."""
     proven = prove(layer, text)
     if proven.kind != "login" or proven.token is None:
-        raise Unauthenticated(NOBODY)
+        raise nobody()
     with layer._tx(None, "main", f"sign-in link of {proven.name} is used") as tx:
         (row,) = layer._catalog.rows(tx.session, TOKEN, MAIN_CHAIN, "where x.id = ?", (proven.token,))
         if row["revoked"] is not None:
-            raise Unauthenticated(NOBODY)
+            raise nobody()
         tx.record(TOKEN, tx._encoded(TOKEN, {"revoked": datetime.now(UTC)}, partial=True), proven.token)
     return proven.principal
 

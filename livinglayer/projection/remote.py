@@ -220,6 +220,11 @@ def _own_words(layer: Any, remote: Remote, number: str, response: http.client.HT
             return
     except Unauthenticated:
         pass
+    if response.status == 401:  # whom it does not know it tells nothing, its name neither
+        raise Unavailable(
+            f"whoever answers at {remote.origin} does not know this layer, or is not the layer {remote.key}",
+            hint=f"there: layer identity; layer principal NAME --kind layer --attribute key={identity.name(layer.id)}",
+        )
     raise Unavailable(
         f"whoever answers at {remote.origin} is not the layer {remote.key}",
         hint="`layer identity` there prints its name",

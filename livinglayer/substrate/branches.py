@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ..errors import Conflict, Denied, Invalid, NotFound
+from ..errors import Conflict, Denied, Invalid, LayerError, NotFound
 from .catalog import Branch, Catalog
 from .engine import Engine, Session
 from .evolve import ensure_indexes, revalidate
@@ -109,11 +110,16 @@ def discard(ledger: Ledger, execution: Execution, name: str, reason: str | None)
         if branch.id == MAIN:
             raise Invalid("main can't be discarded")
         work.catalog.policy(work.session, execution.principal, work.version).require("fork", f"branch:{name}")
-        discarded(work, execution, branch, reason)
+        _discarded(work, execution, branch, reason)
 
 
-def discarded(work: Work, execution: Execution, branch: Branch, reason: str | None) -> None:
-    """`discard` of a branch that whoever asks has made itself this moment, or may discard."""
+def withdraw(ledger: Ledger, execution: Execution, name: str) -> None:
+    """Discard what whoever asks has forked this moment, because of an error: it needs no permission, and raises nothing in its place."""
+    with contextlib.suppress(LayerError), ledger.work() as work:
+        _discarded(work, execution, work.catalog.branch(work.session, name, open_only=True), None)
+
+
+def _discarded(work: Work, execution: Execution, branch: Branch, reason: str | None) -> None:
     tx = work.tx(execution, reason=reason or f"discard {branch.name}")
     renamed = f"{branch.name}_{branch.id}"[-48:]
     tx.record(SYSTEM.by_name["branch"], {"status": "discarded", "name": renamed}, branch.id)

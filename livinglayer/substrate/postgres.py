@@ -1078,7 +1078,10 @@ class Reader:
         text, names, entities, own = checked(sql)
         for entity in entities:
             if not self.bind(entity, using=using) and entity not in own:
-                raise NotFound(f"there is no entity {entity!r} to read", hint="layer schema lists what there is")
+                raise NotFound(
+                    f"there is no entity {entity.removesuffix('__history')!r} to read",
+                    hint="layer schema lists what there is",
+                )
         if params is not None and not isinstance(params, Mapping):
             raise Invalid("parameters are named, as in :name with a dict")
         given = params or {}

@@ -871,7 +871,7 @@ class Reader:
         name = text.removeprefix("no such table: ") if text.startswith("no such table: ") else self.denied
         if name is not None and self.nonce not in name:
             return NotFound(
-                f"there is no entity {name.removeprefix('main.').removeprefix('temp.')!r} to read",
+                f"there is no entity {name.removeprefix('main.').removeprefix('temp.').removesuffix('__history')!r} to read",
                 hint="layer schema lists what there is",
             )
         if self.nonce in text or "prohibited" in text or "not authorized" in text:

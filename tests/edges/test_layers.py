@@ -116,6 +116,9 @@ def test_a_grant_there_and_a_row_here_are_all_it_takes(two: tuple[Server, Server
     a.layer.revoke(permission)
     with pytest.raises(Unavailable, match="does not show projection 'shown' to this layer"):
         b.layer.projection("theirs")
+    define(b, "pinned", a, key=identity.name(a.layer.id))  # a refusal is signed too: it is not taken for a stranger's
+    with pytest.raises(Unavailable, match="does not show projection 'shown' to this layer"):
+        b.layer.projection("pinned")
 
 
 def test_by_the_command_line(two: tuple[Server, Server]) -> None:

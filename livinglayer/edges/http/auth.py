@@ -113,7 +113,7 @@ async def prove(
             return proven
         proven = await serving.do(tokens.prove, serving.layer, text)
         if not _fits(proven, how):
-            raise Unauthenticated(tokens.NOBODY)
+            raise tokens.nobody()
     except Unauthenticated as error:
         gate.proven.pop(digest, None)
         await refused(serving, how, headers, address, error.message)

@@ -23,7 +23,7 @@ from ...projection import query as projections
 from ...substrate.reads import clock
 from ...substrate.schema import NAME, OWNER, Schema
 from ...typed import JSON
-from . import auth, contents, layers, live, openapi, query
+from . import app, auth, contents, layers, live, openapi, query
 from .asked import (
     PAGES,
     READING,
@@ -70,8 +70,13 @@ async def handle(serving: Serving, request: Request) -> Response:
     if method not in allowed:
         shown = ", ".join((*allowed, "HEAD") if "GET" in allowed else allowed)
         raise NotAllowed(f"{request.method} is not answered at {path!r:.120}", hint=shown, allow=shown)
-    answer = await act(serving, request, caller, rest)
-    return await layers.countersigned(serving, request, answer) if caller.kind == "layer" else answer
+    if caller.kind != "layer":
+        return await act(serving, request, caller, rest)
+    try:
+        answer = await act(serving, request, caller, rest)
+    except LayerError as error:  # signed as well, so that a layer without a grant does not take us for somebody else
+        answer = app.told(error)
+    return await layers.countersigned(serving, request, answer)
 
 
 def nowhere(path: str) -> NotFound:

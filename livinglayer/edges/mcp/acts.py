@@ -13,6 +13,7 @@ from ...law import approvals, held, replay  # noqa: F401  (their verbs are in th
 from ...law.signature import dumps
 from ...law.tools import of_field
 from ...projection.query import read as read_projection
+from ...substrate import branches
 from .tools import SHOWN, Object, Seen, Use, tool
 
 ROWS = 100  # of an answer, unless more are asked for
@@ -268,7 +269,7 @@ def propose_change(
         found = layer.diff(name)
     except LayerError:
         if fresh:
-            use.call("branch.discard", {"name": name})
+            branches.withdraw(layer._ledger, layer._execution(None), name)
         raise
     return {"branch": name} | paged(found, 0, ROWS, "changes")
 

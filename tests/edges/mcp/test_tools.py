@@ -72,6 +72,12 @@ def test_a_proposal_that_fails_leaves_no_branch(desk: Server) -> None:
             more = await use(client, "propose_change", changes=again, branch="idea")  # on what was proposed before
             assert len(more["changes"]) == 2
             assert (await use(client, "discard", branch="idea", confirm=True)) == {"done": True}
+        who = desk.principal("forker")  # may fork and no more: told of what it may not, and its fork is gone
+        desk.layer.grant(who, "fork", "branch:main")
+        desk.layer.grant(who, "read", "ticket")
+        async with over_http(desk, who) as client:
+            assert "may not insert" in (await refused(client, "propose_change", changes=again))["message"]
+        assert not desk.layer.query("select name from branch where name like 'proposal%' and status = 'open'")
 
     run(act())
 
