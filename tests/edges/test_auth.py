@@ -201,6 +201,14 @@ def test_health_needs_nobody(server: Server) -> None:
     assert httpx.get(f"{server.url}/readyz").json()["status"] == "ready"
 
 
+def test_a_request_with_two_names_is_for_nobody(server: Server) -> None:
+    for names in (("127.0.0.1", "evil.example"), ("evil.example", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")):
+        with socket.create_connection(("127.0.0.1", server.port), 10) as line:
+            said = "".join(f"Host: {name}\r\n" for name in names)
+            line.sendall(f"GET /healthz HTTP/1.1\r\n{said}\r\n".encode())
+            assert line.recv(100).startswith(b"HTTP/1.1 421 ")
+
+
 def test_a_session_is_no_token_and_a_token_no_session(server: Server) -> None:
     browser = session(server)
     cookie = browser.cookies["layer_session"]

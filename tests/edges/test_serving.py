@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -51,6 +53,25 @@ def test_a_path_makes_no_line_of_its_own_in_the_log() -> None:
         "livinglayer.http", logging.INFO, "", 0, "GET %s", ("/x\n2026 INFO all is well\x1b[2J\u2028",), None
     )
     assert Text("%(name)s %(message)s").format(said) == r"livinglayer.http GET /x\n2026 INFO all is well\x1b[2J\u2028"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ",
+        b"GET /",
+        b"POST /api/query HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ",
+    ],
+)
+def test_a_head_without_end_is_cut_off_and_holds_up_nobody(server: Server, begun: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 30) as line:
+        with contextlib.suppress(ConnectionError):
+            line.sendall(begun)
+            for _ in range(64):
+                line.sendall(b"a" * (1 << 20))
+            line.recv(1 << 16)
+            assert not line.recv(1 << 16)
+    assert httpx.get(f"{server.url}/healthz", timeout=5).status_code == 200
 
 
 def test_numbers_that_are_none_are_no_failure(server: Server) -> None:

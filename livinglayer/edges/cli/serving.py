@@ -58,9 +58,10 @@ def up(layer: Layer, args: Namespace, out: Printer) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection is a file
     from livinglayer.edges.http.app import App
+    from livinglayer.edges.http.heads import Heads
 
     config = uvicorn.Config(
-        App(serving, args.access_log), loop="uvloop", http="httptools", ws="wsproto", lifespan="on", access_log=False, server_header=False,
+        App(serving, args.access_log), loop="uvloop", http=Heads, ws="wsproto", lifespan="on", access_log=False, server_header=False,
         proxy_headers=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, backlog=4096, log_config=None, ws_max_size=16 << 20,
     )  # fmt: skip
     place = config_directory() / "servers" / layer.id

@@ -77,7 +77,8 @@ class App:
 
     def _route(self, scope: Scope, headers: Headers) -> tuple[str, Callable[[Scope, Receive, Send], Awaitable[None]]]:
         """The part that answers, by the name the server was asked by and the path."""
-        host = hostname(headers.get("host", ""))
+        named = headers.getlist("host")
+        host = hostname(named[0]) if len(named) == 1 else ""  # of two, what stands in front may mean the other
         suffix = "." + hostname(self.serving.domain)
         if host.endswith(suffix) and (found := PORT_HOST.fullmatch(host[: -len(suffix)])):
             return self._box(found[2], int(found[1]))
