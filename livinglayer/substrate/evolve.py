@@ -50,7 +50,7 @@ def define(
     missing = {label: row for label, row in rows.items() if there is None or label not in there.by_name}
     _add(tx, number, missing, fresh=there is None)
     entity = tx.schema.by_id[number]
-    if not all(isinstance(names, list | tuple) for names in unique):
+    if not all(isinstance(names, list | tuple) and names for names in unique):
         raise Invalid("unique is a list of lists of fields", hint='[["first", "last"]]')
     sets = [[entity.get(n).id for n in names] for names in unique]
     fresh = [s for s in sets if tuple(s) not in entity.uniques]
@@ -376,6 +376,8 @@ def unique(tx: Tx, name: str, wanted: Sequence[Sequence[str]]) -> None:
     """Make these the sets of fields of an entity that are unique together, and no others."""
     _authorized(tx)
     entity = _own(tx, name)
+    if not all(wanted):
+        raise Invalid("a set of fields that are unique together has a field", hint='[["first", "last"]]')
     ids = [[entity.get(label).id for label in names] for names in wanted]
     tx.record(ENTITY, tx._encoded(ENTITY, {"uniques": ids or None}, partial=True), entity.id)
     revalidate(tx, entity, tx.schema.by_id[entity.id])

@@ -293,6 +293,8 @@ def test_several_fields_are_unique_together(shared: Layer) -> None:
         shared.insert("pair", {"a": "x", "b": 1})
     with pytest.raises(Invalid, match="'c'"):
         shared.define("pair", {"a": "text"}, unique=[["a", "c"]])
+    with pytest.raises(Invalid, match="unique is a list of lists of fields"):
+        shared.define("pair", {"a": "text"}, unique=[[]])
 
 
 def test_each_branch_has_its_own_schema(shared: Layer) -> None:
