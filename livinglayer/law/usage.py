@@ -94,16 +94,17 @@ class Quota:
     seconds: int
 
 
-def admit(layer: Any, principal: int, contract: int | None, resources: tuple[str, ...] = ()) -> None:
-    """Refuses an execution that would go over a quota; LimitExceeded names the row, what was used, and when it frees up.
+def admit(layer: Any, principal: int, contract: int | None, resources: tuple[str, ...] = (), count: int = 1) -> None:
+    """Refuses executions that would go over a quota; LimitExceeded names the row, what was used, and when it frees up.
 
-    Quotas of boxes are asked for those alone, with `resources`.
+    Quotas of boxes are asked for those alone, with `resources`; of several at once all must have room.
     """
     for quota in quotas(layer, principal, contract):
         if quota.resource == "requests" or (quota.resource == "boxes" and "boxes" not in resources):
             continue
         used = spent(layer, quota, principal)
-        if used >= quota.amount:
+        others = count - 1 if quota.resource in ("executions", "boxes") else 0
+        if used + others >= quota.amount:
             raise _over(layer, quota, principal, used)
 
 

@@ -303,3 +303,40 @@ def test_tokens_of_boxes_differ_and_stay(room: Layer) -> None:
     found: Callable[..., str] = held.token
     assert found(room, "bone", "envd") == found(room, "bone", "envd")
     assert len({found(room, id, use) for id in ("bone", "btwo") for use in ("envd", "traffic")}) == 4
+
+
+def test_equal_snapshots_of_two_tenants_are_each_ones_own(room: Layer) -> None:
+    mine, theirs = (room.call("box.open", blueprint="small", timeout=60, principal=who) for who in ("ann", "bob"))
+    first = room.call("box.snapshot", box=mine["box"], principal="ann")
+    with pytest.raises(Conflict, match="'small' exists already"):  # what another has kept stays when this fails
+        room.call("box.snapshot", box=theirs["box"], name="small", principal="bob")
+    second = room.call("box.snapshot", box=theirs["box"], principal="bob")
+    assert first["snapshot"] == second["snapshot"] and first["blueprint"] != second["blueprint"]
+    room.call("box.snapshot", box=theirs["box"], name="theirs", principal="bob")
+    with pytest.raises(NotFound):
+        room.call("box.forget", snapshot="theirs", principal="ann")
+    for who in ("ann", "bob"):
+        room.call(
+            "box.kill", box=room.call("box.open", blueprint=first["snapshot"], principal=who)["box"], principal=who
+        )
+    room.call("box.forget", snapshot=first["snapshot"], principal="ann")
+    with pytest.raises(NotFound):
+        room.call("box.open", blueprint=first["snapshot"], principal="ann")
+    room.call("box.kill", box=room.call("box.open", blueprint=second["snapshot"], principal="bob")["box"])
+
+
+def test_a_snapshot_takes_no_name_below_somebody_elses(room: Layer) -> None:
+    box = room.call("box.open", blueprint="small", timeout=60, principal="bob")
+    with pytest.raises(Conflict, match="'ann/web' exists already"):
+        room.call("box.snapshot", box=box["box"], name="ann/web", principal="bob")
+    for name in ("bob/web", "team/web:v2"):
+        assert room.call("box.snapshot", box=box["box"], name=name, principal="bob")["blueprint"] == name
+
+
+@embedded
+def test_forks_are_within_a_quota_all_together(room: Layer) -> None:
+    box = opened(room)
+    room.call("quota.set", subject="ann", resource="boxes", amount=3, seconds=1)
+    with pytest.raises(LimitExceeded, match="quota"):
+        room.call("box.fork", box=box["box"], count=3, principal="ann")
+    assert len(room.call("box.fork", box=box["box"], count=2, principal="ann")) == 2
