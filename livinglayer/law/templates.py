@@ -107,8 +107,9 @@ def _tags(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def builds(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The builds of a template by id, oldest first."""
-    return dict((row["annotations"] or {}).get("builds") or {})
+    """The builds of a template by id, oldest first; what is stored has no order."""
+    found = (row["annotations"] or {}).get("builds") or {}
+    return dict(sorted(found.items(), key=lambda one: str(one[1]["created"])))
 
 
 def _names(layer: Any, principal: int, name: str) -> list[str]:
@@ -218,11 +219,11 @@ def _inherited(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kept(annotations: Mapping[str, Any]) -> dict[str, Any]:
     """The builds that are remembered: those with a tag, and the latest."""
-    found, tagged = dict(annotations["builds"]), {one["build"] for one in annotations["tags"].values()}
+    found, tagged = builds({"annotations": annotations}), {one["build"] for one in annotations["tags"].values()}
     for build in list(found):
         if len(found) < BUILDS:
             break
-        if build not in tagged and "execution" in found[build]:
+        if build not in tagged:
             del found[build]
     return found
 
@@ -574,6 +575,8 @@ class Making:
         there = _named(self.layer, tx, self.row["name"])
         if there is None:
             raise NotFound(f"template {self.row['name']!r} was removed meanwhile")
+        if self.build not in builds(there):
+            raise NotFound(f"build {self.build!r} is not remembered any more: {BUILDS} others were asked for since")
         entry = {**builds(there)[self.build], "finished": now()}
         about = {
             "start": start, "user": self.plan.user, "cwd": self.plan.cwd, "build": self.build,

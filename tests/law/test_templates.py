@@ -72,3 +72,10 @@ def test_a_volume_is_a_row_of_its_makers(room: Layer) -> None:
         assert files.list("/") == []
     room.call("volume.remove", {"volume": "data"}, principal="ann")
     assert room.query("select count(*) as n from volume") == [{"n": 0}]
+
+
+def test_builds_that_nobody_starts_are_forgotten_too(room: Layer) -> None:
+    asked = [room.call("template.create", {"name": "many"}, principal="ann") for _ in range(templates.BUILDS + 5)]
+    me = room.query("select id from principal where name = 'ann'")[0]["id"]
+    known = templates.builds(templates.find(room, me, "many"))
+    assert list(known) == [one["build"] for one in asked[-templates.BUILDS :]]
