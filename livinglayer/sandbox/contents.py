@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ _NO_MAGICLINKS, _NO_XDEV, _IN_ROOT = 0x02, 0x01, 0x10
 MANY = 10_000  # entries of one listing
 DEEP = 100  # levels of one listing
 LONGEST = 4096  # bytes of a path
+PATIENCE = 60.0  # seconds to remove a directory
 List = list  # inside the class `list` is a method
 Type = Literal["file", "directory", "symlink", "unknown"]
 
@@ -96,7 +99,7 @@ class Contents:
         return found
 
     def _walk(self, fd: int, above: tuple[str, ...], depth: int, found: List[Entry]) -> None:
-        for name in sorted(os.listdir(fd)):
+        for name in sorted(_names(fd, MANY + 1)):
             if len(found) >= MANY:
                 raise LimitExceeded(f"there are more than {MANY} entries", hint="list a directory below it")
             try:
@@ -317,8 +320,13 @@ def _entry(parts: tuple[str, ...], fd: int, name: str) -> Entry:
 def _remove(fd: int, name: str) -> None:
     """Remove a directory with all in it, following nothing, however deep: what is below is brought up first."""
     inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+    until = time.monotonic() + PATIENCE
     try:
-        while names := os.listdir(inside):
+        while names := _names(inside, MANY):
+            if time.monotonic() > until:
+                raise Conflict(
+                    f"{name!r} is not empty after {PATIENCE:g} seconds", hint="try again, when no box writes there"
+                )
             for one in names:
                 if not stat.S_ISDIR(os.stat(one, dir_fd=inside, follow_symlinks=False).st_mode):
                     os.unlink(one, dir_fd=inside)
@@ -334,12 +342,19 @@ def _remove(fd: int, name: str) -> None:
     os.rmdir(name, dir_fd=fd)
 
 
+def _names(fd: int, most: int) -> list[str]:
+    """Names in a directory, not more than that: there may be millions."""
+    with os.scandir(fd) as found:
+        return [entry.name for entry in itertools.islice(found, most)]
+
+
 def _lift(inside: int, name: str) -> None:
     """Move what is in a directory to beside it, under names of its own."""
     below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside)
     try:
-        for one in os.listdir(below):
-            os.rename(one, f".{os.urandom(12).hex()}.gone", src_dir_fd=below, dst_dir_fd=inside)
+        while names := _names(below, MANY):
+            for one in names:
+                os.rename(one, f".{os.urandom(12).hex()}.gone", src_dir_fd=below, dst_dir_fd=inside)
     finally:
         os.close(below)
 

@@ -356,9 +356,9 @@ def _cursor(text: str | None) -> tuple[float, str] | None:
         at, id = json.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
         if not isinstance(at, int | float) or not isinstance(id, str):
             raise ValueError
-    except (ValueError, TypeError, RecursionError):
+        return float(at), id
+    except (ValueError, TypeError, OverflowError, RecursionError):
         raise Invalid("'nextToken' is none of ours") from None
-    return float(at), id
 
 
 @route("GET", "(v2/)?sandboxes/metrics")

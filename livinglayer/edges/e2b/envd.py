@@ -7,6 +7,7 @@ import base64
 import hashlib
 import hmac
 import json
+import re
 import time
 from typing import Any
 from urllib.parse import parse_qs
@@ -190,7 +191,7 @@ def expiry(query: dict[str, str]) -> int | None:
     given = query.get("signature_expiration")
     if given is None:
         return None
-    if not given.lstrip("-").isdigit() or not given.isascii() or len(given) > 18:
+    if not re.fullmatch(r"-?[0-9]{1,17}", given):
         raise files.Refused(400, "Invalid format for parameter signature_expiration")
     return int(given)
 

@@ -184,6 +184,8 @@ async def _http(
             if event is h11.NEED_DATA:
                 inside.receive_data(await line.receive())
             elif isinstance(event, h11.Response):
+                if event.status_code > 599:  # nothing that a server can say again
+                    raise h11.RemoteProtocolError(f"status {event.status_code} is none")
                 begun = True
                 await send(
                     {"type": "http.response.start", "status": event.status_code, "headers": _outward(event.headers)}
@@ -221,7 +223,7 @@ async def _websocket(
 ) -> None:
     await receive()  # websocket.connect
     inside = WSConnection(ConnectionType.CLIENT)
-    host = next(value.decode() for name, value in headers if name == b"host")
+    host = next(value.decode("latin-1") for name, value in headers if name == b"host")
     more = [(name, value) for name, value in headers if name not in (b"host", b"content-length", b"transfer-encoding") and not name.startswith(b"sec-websocket-")]  # fmt: skip
     request = ws.Request(host, target.decode("latin-1"), extra_headers=more, subprotocols=list(scope["subprotocols"]))
     try:
@@ -246,19 +248,19 @@ async def _websocket(
 
     async def answer() -> None:
         nonlocal over
-        parts: list[str | bytes | bytearray] = []
-        size = 0
+        whole = bytearray()  # of however many parts: a box may send millions that hold nothing
         while True:
             for event in inside.events():
                 if isinstance(event, ws.Message):
-                    parts.append(event.data)
-                    size += len(event.data)
-                    if size > MESSAGE:
+                    text = isinstance(event.data, str)
+                    whole += event.data.encode() if isinstance(event.data, str) else event.data
+                    if len(whole) > MESSAGE:
                         over = {"type": "websocket.close", "code": 1009}
                         return
                     if event.message_finished:
-                        await send({"type": "websocket.send", **_joined(parts)})
-                        parts, size = [], 0
+                        data = {"text": whole.decode()} if text else {"bytes": bytes(whole)}
+                        await send({"type": "websocket.send", **data})
+                        whole.clear()
                 elif isinstance(event, ws.Ping):
                     await line.send(inside.send(event.response()))
                 elif isinstance(event, ws.CloseConnection):
@@ -266,9 +268,9 @@ async def _websocket(
                     over = {"type": "websocket.close", "code": code, "reason": event.reason or ""}
                     await line.send(inside.send(event.response()))
                     return
-            data = await line.receive()
-            inside.receive_data(data or None)
-            if not data:
+            came = await line.receive()
+            inside.receive_data(came or None)
+            if not came:
                 return
 
     left = False
@@ -293,17 +295,14 @@ async def _accepted(inside: WSConnection, line: Line) -> ws.AcceptConnection | R
             if isinstance(event, ws.AcceptConnection):
                 return event
             if isinstance(event, ws.RejectConnection):
-                return Refusal(event.status_code, "the server in the sandbox does not take a WebSocket here")
+                status = (
+                    event.status_code if 400 <= event.status_code < 600 else 502
+                )  # others have no text, or promise more
+                return Refusal(status, "the server in the sandbox does not take a WebSocket here")
         data = await line.receive()
         if not data:
             raise RemoteProtocolError("the connection was closed")
         inside.receive_data(data)
-
-
-def _joined(parts: list[str | bytes | bytearray]) -> dict[str, Any]:
-    if isinstance(parts[0], str):
-        return {"text": "".join(map(str, parts))}
-    return {"bytes": b"".join(part for part in parts if not isinstance(part, str))}
 
 
 # ---- headers ----

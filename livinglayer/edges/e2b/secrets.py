@@ -86,13 +86,20 @@ def _known(caller: Caller) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         times = past.get(row["id"]) or [datetime.fromtimestamp(0, UTC)]
-        text = row["description"] or ""
-        notes = json.loads(text.removeprefix(MARK)) if text.startswith(MARK) else {"name": row["name"], "metadata": {}}
         found.append({
-            "secretID": f"sec{row['id']}", "currentVersion": len(times), **notes,
+            "secretID": f"sec{row['id']}", "currentVersion": len(times), **_noted(row["name"], row["description"] or ""),
             "createdAt": min(times).isoformat(), "updatedAt": max(times).isoformat(),
         })  # fmt: skip
     return sorted(found, key=lambda secret: str(secret["name"]))
+
+
+def _noted(name: str, description: str) -> dict[str, Any]:
+    """The name and metadata that a description holds; whoever may write secrets may have written anything there."""
+    with contextlib.suppress(ValueError, RecursionError):
+        kept = json.loads(description.removeprefix(MARK)) if description.startswith(MARK) else None
+        if isinstance(kept, dict) and isinstance(called := kept.get("name"), str) and variable(called) == name:
+            return {"name": called, "metadata": kept.get("metadata") or {}}
+    return {"name": name, "metadata": {}}
 
 
 def _notes(name: str, given: object) -> str:

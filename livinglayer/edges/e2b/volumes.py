@@ -23,6 +23,7 @@ from .control import EMPTY, said
 PIECE = 1 << 20  # bytes of a file that are read or written at once
 PATIENCE = 60.0  # seconds without a byte of an upload
 IDS = 65536  # ids that a box has
+EARLIEST, LATEST = -62135596800.0, 253402300799.0  # moments that a date can tell, in seconds
 
 
 async def handle(serving: Serving, request: Request, caller: Caller | None = None) -> Response:
@@ -167,7 +168,7 @@ def _entry(entry: Entry, status: int = 200) -> Response:
 
 def _told(entry: Entry) -> dict[str, Any]:
     def moment(at: float) -> str:
-        return datetime.fromtimestamp(at, UTC).isoformat()
+        return datetime.fromtimestamp(min(max(at, EARLIEST), LATEST), UTC).isoformat()  # a box may set any
 
     found = {
         "name": _text(entry.name), "path": _text(entry.path), "type": entry.type, "size": entry.size, "mode": entry.mode, "uid": entry.uid,

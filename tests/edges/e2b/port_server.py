@@ -129,6 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         answers = {
             "nonsense": b"SSH-2.0-OpenSSH\r\n\r\n",
             "both": b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+            "status": b"HTTP/1.1 999 What\r\nContent-Length: 0\r\n\r\n",
             "half": b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc",
         }
         self.wfile.write(answers.get(query, b""))
@@ -152,6 +153,9 @@ class Handler(BaseHTTPRequestHandler):
                 return self.frame(8, data[:2])
             if kind in (1, 2) and data.startswith(b"close "):
                 return self.frame(8, int(data[6:]).to_bytes(2, "big") + b"bye")
+            if data == b"parts":
+                self.wfile.write(b"\x01\x01a" + b"\x00\x00" * 20_000 + b"\x80\x01b")
+                continue
             if kind in (1, 2):  # in two pieces
                 self.frame(kind, data[: len(data) // 2], final=False)
                 self.frame(0, data[len(data) // 2 :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -338,3 +339,10 @@ def test_an_mcp_gateway_is_a_template_like_any(server: Server) -> None:
     Sandbox.delete_snapshot("mcp-gateway")
     for each in (box, made):
         each.kill()
+
+
+def test_a_page_begins_nowhere_absurd(server: Server) -> None:
+    for place in (b"[1" + b"0" * 400 + b', "a"]', b'[null, "a"]', b"[1]", b"\xff"):
+        for path in ("/v2/sandboxes", "/snapshots"):
+            token = base64.urlsafe_b64encode(place).decode()
+            assert ask(server, "GET", f"{path}?nextToken={token}").status_code == 400

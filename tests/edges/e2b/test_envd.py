@@ -683,6 +683,7 @@ def test_bad_uploads_are_refused(server: Server, box: Sandbox) -> None:
         == 400
     )
     assert HTTP.get(f"{server.url}/files?path=x&signature=y&signature_expiration=soon").status_code == 400
+    assert HTTP.get(f"{server.url}/files?path=x&signature=y&signature_expiration=--5").status_code == 400
 
 
 # ---- slow clients and those that vanish ----

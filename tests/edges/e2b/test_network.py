@@ -174,6 +174,14 @@ def test_secrets_are_kept_and_put_into_headers(server: Server, upstream: Upstrea
     assert (again.secret_id, again.version, again.metadata) == (secret.secret_id, 2, {"for": "models"})
     assert e2b.Secret.exists(secret.secret_id) and not e2b.Secret.exists("nothing")
     assert [one.name for one in e2b.Secret.list(limit=1).next_items()] == ["model-key"]
+    for text in (
+        "e2b: {",
+        'e2b: ["x"]',
+        'e2b: {"name": "model-key"}',
+    ):  # whoever may write secrets writes what they like
+        server.layer.call("secret.set", name="ODD", value=KEY, description=text)
+        assert sorted(one.name for one in e2b.Secret.list().next_items()) == ["ODD", "model-key"]
+    server.layer.call("secret.remove", name="ODD")
     header = {"Authorization": f"Bearer {e2b.Secret.fill('model-key')}"}
     network = {"rules": {"api.test": [{"transform": {"headers": header}}]}}
     with e2b.Sandbox.create("net", network=network) as box:

@@ -161,7 +161,7 @@ def test_what_could_be_read_in_two_ways_is_refused(server: Server, box: Sandbox)
 
 def test_a_server_that_speaks_no_http_is_a_502(server: Server, box: Sandbox) -> None:
     with client(server, box) as http:
-        for how in ("nonsense", "nothing", "both"):
+        for how in ("nonsense", "nothing", "both", "status"):
             answer = http.get(f"/broken?{how}")
             assert (answer.status_code, answer.json()["code"]) == (502, 502), how
         with pytest.raises(httpx.RemoteProtocolError):
@@ -220,6 +220,8 @@ def test_websockets_carry_text_bytes_pings_and_closes(server: Server, box: Sandb
         for message in ("hé", b"\0\xff", "", "x" * 300_000, b"y" * 2_000_000):
             found.send(message)
             assert found.recv() == message
+        found.send("parts")  # thousands of which hold nothing
+        assert found.recv() == "ab"
         found.send("close 4321")
         with pytest.raises(ConnectionClosed) as closed:
             found.recv()

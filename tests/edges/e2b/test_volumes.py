@@ -238,3 +238,17 @@ def test_no_race_leads_out_of_it(server: Server, volume: Any) -> None:
             assert ask(f"{url}/{rest}", method, volume.token, data)[0] < 500, (turn, method)
     box.kill()
     assert not os.path.exists("/etc/e2b-planted") and not os.path.exists("/etc/e2b-made")
+
+
+def test_times_that_no_date_can_tell_and_more_names_than_are_listed(volume: Any) -> None:
+    box = e2b.Sandbox.create(volume_mounts={"/data": volume.name})
+    box.commands.run(
+        "mkdir /data/far; touch /data/far/f; python3 -c 'import os; os.utime(\"/data/far/f\", (2**40, -(2**40)))'"
+    )
+    (entry,) = volume.list("/far")
+    assert (entry.atime.year, entry.mtime.year) == (9999, 1)
+    box.commands.run("mkdir /data/many; cd /data/many; seq 10001 | xargs touch")
+    with pytest.raises(e2b.exceptions.RateLimitException, match="more than 10000 entries"):
+        volume.list("/many")
+    volume.remove("/many")
+    assert [entry.name for entry in volume.list("/")] == ["far"]
