@@ -7,15 +7,16 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
-from starlette.requests import cookie_parser
+from starlette.requests import Request, cookie_parser
 
 from ...errors import Denied, LayerError, LimitExceeded, Unauthenticated
 from ...law import tokens
 from ...law.tokens import Proven
-from .serving import Caller
+from .serving import Caller, address_of
 
 if TYPE_CHECKING:
     from .serving import Serving
@@ -42,18 +43,29 @@ class Gate:
 
     def locked(self, address: str) -> bool:
         """Whether an address has failed too often."""
-        since, count = self.wrong.get(address, (0.0, 0))
+        since, count = self.wrong.get(_customer(address), (0.0, 0))
         return count >= self.most and time.monotonic() - since < MINUTE
 
     def failed(self, address: str) -> int:
         """Count a failure; how many there were this minute."""
-        now = time.monotonic()
+        now, address = time.monotonic(), _customer(address)
         since, count = self.wrong.pop(address, (now, 0))
         if now - since > MINUTE:
             since, count = now, 0
         self.wrong[address] = (since if count + 1 < self.most else now, count + 1)
         _forget(self.wrong)
         return count + 1
+
+
+def _customer(address: str) -> str:
+    """What counts as one address: of IPv6 a /64, all of which one customer has."""
+    try:
+        found = ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, IPv4Address) or found.ipv4_mapped is not None:
+        return address
+    return str(IPv6Address(int(found) >> 64 << 64))
 
 
 def _forget(known: OrderedDict[Any, Any]) -> None:
@@ -75,6 +87,23 @@ def given(headers: Headers, tls: bool = False) -> tuple[str, str] | None:
     if key := headers.get("x-api-key"):
         return key, "token"
     return (text, "session") if (text := session_of(headers, tls)) else None
+
+
+def signed(text: str) -> bool:
+    """Whether a token has the form of what another layer signs, which is good for one request."""
+    return text.count(".") == 2
+
+
+async def still(serving: Serving, request: Request) -> bool:
+    """Whether what a stream was asked for with is good yet."""
+    found = given(request.headers, serving.tls)
+    if found is None or signed(found[0]):
+        return False
+    try:
+        await authenticate(serving, request.headers, address_of(request), "GET", request.scope["path"])
+    except LayerError:
+        return False
+    return True
 
 
 async def authenticate(
@@ -102,7 +131,7 @@ async def prove(
     if kept is not None and time.monotonic() - kept[0] < FRESH and _fits(kept[1], how):
         return kept[1]
     try:
-        if text.count(".") == 2 and how == "token":  # signed by another layer: good for one request
+        if signed(text) and how == "token":
             from . import layers
 
             proven = await layers.prove(serving, text, method, path, payload)

@@ -15,7 +15,7 @@ from ...errors import LayerError, NotFound, Unauthenticated
 from ...law import held, tokens
 from ...substrate.reads import clock
 from . import auth
-from .serving import Caller, body
+from .serving import Caller, address_of, body
 
 if TYPE_CHECKING:
     from .serving import Serving
@@ -33,16 +33,12 @@ form.out{float:right}button{font:inherit;padding:.25rem .75rem}.quiet{opacity:.7
 """
 
 
-def address(request: Request) -> str:
-    return request.client.host if request.client else "?"
-
-
 async def page(serving: Serving, request: Request) -> Response:
     """What runs, how to connect, what happened last."""
     if request.method not in ("GET", "HEAD"):
         return not_so("GET")
     try:
-        caller = await auth.authenticate(serving, request.headers, address(request))
+        caller = await auth.authenticate(serving, request.headers, address_of(request))
     except Unauthenticated:
         return shown("Living Layer", signed_out(serving))
     session = auth.session_of(request.headers, serving.tls) or ""
@@ -80,7 +76,7 @@ def snippets(serving: Serving, caller: Caller) -> list[tuple[str, str]]:
     """How each kind of client connects; the same lines are in the documentation."""
     url = serving.url
     return [
-        ("A token", f"layer token create {caller.name} --name laptop"),
+        ("A token", f"export LAYER_TOKEN=$(layer token create {caller.name} --name laptop)"),
         ("Python", f'import livinglayer\n\nlayer = livinglayer.connect("{url}", token="ll_…")\nlayer.query("select name from entity")'),
         ("curl", f'curl {url}/api/query -H "Authorization: Bearer $LAYER_TOKEN" --json \'{{"sql": "select name from entity"}}\''),
         ("E2B's clients (boxes)", f'export E2B_API_URL={url} E2B_SANDBOX_URL={url}\nexport E2B_API_KEY=e2b_…   # layer token create NAME --format e2b; `layer env --e2b` prints all three'),
@@ -145,7 +141,7 @@ async def login(serving: Serving, request: Request) -> Response:
     auth.same_origin(serving, request.headers)
     fields = parse_qs((await body(request, 65536)).decode("latin-1"))
     try:
-        cookie = await auth.redeem(serving, fields.get("token", [""])[0], request.headers, address(request))
+        cookie = await auth.redeem(serving, fields.get("token", [""])[0], request.headers, address_of(request))
     except Unauthenticated:
         text = "<h1>Living Layer</h1><p>This link has been used, or is too old. <code>layer login</code> prints another.</p>"
         return shown("Sign in", text, 401)
@@ -174,7 +170,7 @@ async def logout(serving: Serving, request: Request) -> Response:
     fields = parse_qs((await body(request, 65536)).decode("latin-1"))
     if not auth.is_form_of((auth.session_of(request.headers, serving.tls) or ""), fields.get("csrf", [""])[0]):
         return shown("Sign out", "<h1>Living Layer</h1><p>That form was not of this session.</p>", 403)
-    await auth.close_session(serving, request.headers, address(request))
+    await auth.close_session(serving, request.headers, address_of(request))
     response = RedirectResponse("/", 303)
     response.delete_cookie(auth.COOKIES[serving.tls], path="/", secure=serving.tls)
     return response
@@ -201,7 +197,7 @@ def last_tx(serving: Serving) -> int:
 
 async def metrics(serving: Serving, request: Request) -> Response:
     """For Prometheus, with a token of an owner: they tell of everybody."""
-    caller = await auth.authenticate(serving, request.headers, address(request))
+    caller = await auth.authenticate(serving, request.headers, address_of(request))
     caller.require("read")
     if not await serving.do(sovereign, caller):
         raise NotFound("there is nothing at '/metrics'", hint="/ tells what is")

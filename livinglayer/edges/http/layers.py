@@ -33,17 +33,22 @@ NOBODY = "no layer of this name is known here"
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
-def signed(text: str) -> bool:
-    """Whether a token has the form of what a layer signs."""
-    return text.count(".") == 2
-
-
 async def prove(serving: Serving, text: str, method: str, path: str, payload: bytes | None) -> Proven:
     """The principal of the layer that signed this very request; Unauthenticated for anything else."""
     return await serving.do(_prove, serving, text, method, path, payload or b"")
 
 
-def _prove(serving: Serving, text: str, method: str, path: str, payload: bytes) -> Proven:
+async def plausible(serving: Serving, text: str) -> bool:
+    """Whether a layer that is known here has signed it for us, so that what it sends with it is worth reading."""
+    try:
+        await serving.do(_said, serving, text)
+    except Unauthenticated:
+        return False
+    return True
+
+
+def _said(serving: Serving, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The row of the layer that signed a statement for us, and what it says."""
     layer = serving.layer
     claims = identity.claims(text)
     named = claims.get("iss")
@@ -55,12 +60,16 @@ def _prove(serving: Serving, text: str, method: str, path: str, payload: bytes) 
     if len(found) != 1 or not isinstance(named, str):
         raise Unauthenticated(NOBODY, hint="layer principal NAME --kind layer --attribute key=layer:…")
     audiences = [identity.name(layer.id), *_origins(serving, claims.get("aud"))]
-    said = identity.opened(text, identity.REQUEST, named, audiences)
+    return found[0], identity.opened(text, identity.REQUEST, named, audiences)
+
+
+def _prove(serving: Serving, text: str, method: str, path: str, payload: bytes) -> Proven:
+    row, said = _said(serving, text)
     if (said.get("htm"), said.get("path"), said.get("body")) != (method, path, identity.digest(payload)):
         raise Unauthenticated("what a layer signed is another request than this one")
-    if not layer.engine.claim([f"statement/{named}/{said['jti']}"], secrets.token_hex(8), identity.LONGEST + 2 * identity.SKEW):  # fmt: skip
+    if not serving.layer.engine.claim([f"statement/{said['iss']}/{said['jti']}"], secrets.token_hex(8), identity.LONGEST + 2 * identity.SKEW):  # fmt: skip
         raise Unauthenticated("what a layer signed was used before")
-    return Proven(found[0]["id"], found[0]["name"], None, "layer", frozenset({"read"}), None)
+    return Proven(row["id"], row["name"], None, "layer", frozenset({"read"}), None)
 
 
 def _origins(serving: Serving, wanted: object) -> list[str]:
@@ -133,12 +142,7 @@ async def _followed(
             if serving.closing.is_set():
                 return
             if time.monotonic() - proven >= live.HEARTBEAT:
-                if signed((auth.given(request.headers) or ("", ""))[0]):
-                    return
-                address = request.client.host if request.client else ""
-                try:
-                    await auth.authenticate(serving, request.headers, address, "GET", request.scope["path"], None)
-                except LayerError:
+                if not await auth.still(serving, request):
                     return
                 proven = time.monotonic()
             if not changed.is_set():

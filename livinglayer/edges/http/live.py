@@ -283,7 +283,7 @@ async def beats(
     serving: Serving, request: Request, caller: Caller, watch: Watcher, seen: Callable[[], int]
 ) -> AsyncIterator[bool | None]:
     """True at once and after every tx, None when nothing was for a while; ends with the server and with the token."""
-    from . import auth, layers
+    from . import auth
 
     yield True
     proven = time.monotonic()
@@ -295,12 +295,7 @@ async def beats(
             if time.monotonic() - proven >= LASTING:
                 return
         elif time.monotonic() - proven >= HEARTBEAT:
-            if layers.signed((auth.given(request.headers) or ("", ""))[0]):
-                return  # what a layer signs is good for one request: it asks again
-            address = request.client.host if request.client else ""
-            try:
-                await auth.authenticate(serving, request.headers, address, "GET", request.scope["path"], None)
-            except LayerError:
+            if not await auth.still(serving, request):
                 return
             proven = time.monotonic()
         yield True if beat else None

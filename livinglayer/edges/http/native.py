@@ -41,7 +41,7 @@ from .asked import (
     whole,
 )
 from .limits import limits
-from .serving import Caller, Serving, body
+from .serving import Caller, Serving, address_of, body
 from .veil import veiled
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ def nowhere(path: str) -> NotFound:
 
 
 async def _who(serving: Serving, request: Request) -> Caller:
-    address = request.client.host if request.client else ""
     path, payload = request.scope["path"], None
-    if (found := auth.given(request.headers)) is not None and layers.signed(found[0]):
+    if (found := auth.given(request.headers)) is not None and auth.signed(found[0]):
         path += f"?{request.url.query}" if request.url.query else ""
-        payload = await body(request)  # another layer signs what it sends
-        request._body = payload
-    return await auth.authenticate(serving, request.headers, address, request.method, path, payload)
+        if await layers.plausible(serving, found[0]):
+            payload = await body(request)  # another layer signs what it sends
+            request._body = payload
+    return await auth.authenticate(serving, request.headers, address_of(request), request.method, path, payload)
 
 
 class Turns:

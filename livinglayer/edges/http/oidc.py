@@ -39,6 +39,7 @@ from ...substrate.ledger import MAIN_CHAIN
 from ...substrate.schema import SYSTEM
 from . import auth, home
 from .asked import NotAllowed
+from .serving import address_of
 
 if TYPE_CHECKING:
     from .serving import Serving
@@ -239,7 +240,7 @@ async def handle(serving: Serving, request: Request) -> Response:
         return await begin(serving, request)
     if request.scope["path"] != CALLBACK:
         raise NotFound(f"there is nothing at {request.scope['path']!r:.120}", hint="/login/oidc")
-    address = request.client.host if request.client else ""
+    address = address_of(request)
     if serving.gate.locked(address):
         raise auth.locked_out()
     try:

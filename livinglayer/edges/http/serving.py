@@ -75,6 +75,11 @@ class Serving:
         return self.layer._as(principal)
 
 
+def address_of(request: Request) -> str:
+    """Where a request comes from."""
+    return request.client.host if request.client else ""
+
+
 async def body(request: Request, limit: int = BODY, seconds: float = PATIENCE) -> bytes:
     """All of a request's body; refused when it is too large or too slow."""
     declared = request.headers.get("content-length", "")

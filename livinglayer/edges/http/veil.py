@@ -30,9 +30,7 @@ def veiled(layer: Layer, verb: str, arguments: Mapping[str, Any], branch: str, e
             return error
     for kind, name in [("branch", branch), *things(verb, arguments)]:
         if isinstance(name, str | int) and not isinstance(name, bool) and not sees(layer, kind, name, branch):
-            return NotFound(
-                f"there is no {kind} {name!r:.120}", hint="or you may not see it, which an owner can change"
-            )
+            return NotFound(f"there is no {kind} {name!r:.120}", hint="or no permission shows it to you")
     return error
 
 
