@@ -442,6 +442,8 @@ def test_requests_are_limited_by_quota(server: Server, owner: Asker) -> None:
     found = [hasty("GET", "/api/me") for _ in range(10)]
     assert [answer.status for answer in found] == [200] * 5 + [429] * 5
     assert int(found[-1].headers["retry-after"]) >= 1 and found[-1].code == (429, "limit_exceeded")
+    for path in ("/mcp", "/sandboxes", "/templates", "/openapi.json"):  # no other door is open either
+        assert hasty("GET", path).status == 429
     assert owner("GET", "/api/me").status == 200
 
 

@@ -22,6 +22,7 @@ from ...law import held
 from ...sandbox.client import async_client
 from ...substrate.values import recordable
 from ..http.auth import authenticate
+from ..http.limits import limits
 from ..http.serving import Caller, Serving, body
 from . import network as net
 from . import reach
@@ -120,6 +121,7 @@ async def _handle(serving: Serving, request: Request) -> Response:
     caller = await authenticate(
         serving, request.headers, request.client.host if request.client else "", request.method, request.url.path
     )
+    await limits(serving).take(serving, caller)
     caller.require("boxes")
     if first in ELSEWHERE and not await _is_snapshot(serving, request, caller, path):
         return await _elsewhere(first).handle(serving, request, caller)

@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...errors import Denied, Invalid, LayerError, LimitExceeded, NotFound
 from ...law.contracts import token
 from ..http.auth import authenticate
+from ..http.limits import limits
 from ..http.native import do
 from ..http.serving import PATIENCE, Caller, Serving
 from . import acts, apps, prompts, resources, tasks, tools
@@ -379,6 +380,7 @@ def asgi(serving: Serving) -> ASGIApp:
         if scope["path"].rstrip("/") != "/mcp":
             raise NotFound(f"there is nothing at {scope['path']!r:.120}", hint="/mcp")
         caller = await authenticate(serving, headers, client[0] if client else "", method, scope["path"])
+        await limits(serving).take(serving, caller)
         if method not in ("GET", "POST", "DELETE"):
             raise Invalid(f"MCP takes no {method}", hint="POST", status=405)
         manager: StreamableHTTPSessionManager = serving.more["mcp"]
