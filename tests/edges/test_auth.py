@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
 import json
 import re
@@ -184,6 +185,29 @@ def test_an_address_that_guesses_is_locked_out_and_good_tokens_go_on(serve: Call
     assert all(one["n"] <= auth.WRONG for one in outcomes), "guessing does not fill the history"
     link = httpx.post(f"{server.url}/login", data={"token": "login_0"}, headers={"origin": server.url})
     assert link.status_code == 429
+
+
+def test_nothing_that_a_stranger_sends_is_waited_for(server: Server) -> None:
+    head = {"alg": "EdDSA", "typ": "layer-request+jwt"}
+    claims = {"iss": "layer:" + "A" * 43, "aud": server.url, "jti": "x" * 20, "iat": 1, "exp": 2}
+    forged = ".".join(
+        base64.urlsafe_b64encode(json.dumps(each).encode()).decode().rstrip("=") for each in (head, claims)
+    )
+    for token in (f"{forged}.AAAA", "a.b.c", "..", "ll_0"):
+        with socket.create_connection(("127.0.0.1", server.port), 10) as line:  # 16 MB are announced, and none sent
+            begun = f"POST /api/query HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\n"
+            line.sendall(f"{begun}Content-Type: application/json\r\nContent-Length: 16000000\r\n\r\n".encode())
+            assert re.match(rb"HTTP/1.1 (401|429) ", line.recv(100))
+
+
+def test_all_addresses_of_one_customer_are_locked_out_together() -> None:
+    gate = auth.Gate(3)
+    for n in range(3):
+        gate.failed(f"2001:db8::{n}:1")
+        gate.failed(f"::ffff:192.0.2.{n}")
+        gate.failed(f"198.51.100.{n}")
+    assert gate.locked("2001:db8:0:0:ffff::9") and not gate.locked("2001:db8:0:1::1")
+    assert not gate.locked("::ffff:192.0.2.1") and not gate.locked("198.51.100.1") and not gate.locked("?")
 
 
 def test_metrics_are_an_owners(server: Server) -> None:
