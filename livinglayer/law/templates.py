@@ -138,10 +138,15 @@ def _policy(layer: Any, principal: int) -> Any:
         return layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
 
 
+def changes(layer: Any, principal: int, row: Mapping[str, Any]) -> bool:
+    """Whether a template is a principal's to change, and its log to read: one's own, an owner's all; public ones are to be opened."""
+    return bool(row["annotations"]["template"]["owner"] == principal or _policy(layer, principal).sovereign())
+
+
 def _mine(layer: Any, principal: int, text: object) -> dict[str, Any]:
     """A template that a principal may change."""
     row = find(layer, principal, text)
-    if row["annotations"]["template"]["owner"] != principal and not _policy(layer, principal).sovereign():
+    if not changes(layer, principal, row):
         raise Denied(f"template {text!r:.120} is another's", action="write", resource=f"box:{row['name']}")
     return row
 
@@ -491,6 +496,7 @@ class Making:
             self.doing = _told(self.plan.steps[int(found[1]) - 1])
             kept = "CACHED " if found[2].endswith("(kept from before)") else ""
             self.log.add(f"{kept}[{self.step}] {self.doing}", "info", self.step)
+            self.log.flush()  # a step that hangs says nothing more, and is the one to look at
         else:
             self.log.add(line.removeprefix("> "), "info", self.step)
 

@@ -316,6 +316,8 @@ async def _status(asked: Asked, id: str, build: str, what: str) -> Response:
     )
     row = await asked.find(id)
     how = await asked.serving.do(templates.status, asked.caller.layer, row, build, offset, max(1, min(limit, 100)))
+    if not await asked.serving.do(templates.changes, asked.caller.layer, asked.caller.principal, row):
+        how |= {"log": [], "reason": None}  # what it printed is its maker's
     log = [
         {"timestamp": templates.moment(line["at"]), "message": line["message"], "level": line["level"], **({"step": line["step"]} if "step" in line else {})}
         for line in how["log"] if not params.get("level") or line["level"] == params["level"]

@@ -213,6 +213,11 @@ def test_templates_are_their_makers_own(server: Server) -> None:
     with e2b.Sandbox.create("ann/secretive", api_key=bob) as box:
         assert box.commands.run("cat /tmp/whose").stdout == "hers\n"
     assert ask(server, "DELETE", f"/templates/{built.template_id}", key=bob)[0] == 403
+    for key, lines in ((ann, True), (bob, False)):  # to open it is for everybody, what its build printed is hers
+        told = ask(server, "GET", f"/templates/{built.template_id}/builds/{built.build_id}/status", key=key)[1]
+        assert (told["status"], bool(told["logEntries"])) == ("ready", lines)
+        found = ask(server, "GET", f"/templates/{built.template_id}/builds/{built.build_id}/logs", key=key)[1]
+        assert bool(found["logs"]) == lines
     denied = {"fromImage": "10.0.0.1:5000/internal:1", "steps": []}
     made = ask(server, "POST", "/v3/templates", {"name": "inside"}, ann)[1]
     ask(server, "POST", f"/v2/templates/{made['templateID']}/builds/{made['buildID']}", denied, ann)
