@@ -535,11 +535,12 @@ def put_slice(layer: Any, box: Any, reads: Mapping[str, Any], principal: int, br
 
 def token(layer_id: str, key: str) -> str:
     """The token of a box's channel: the same for whoever has this person's keys, also after a restart."""
-    made = hmac.new(_channel_key(), f"{layer_id}:{key}".encode(), hashlib.sha256)
+    made = hmac.new(channel_key(), f"{layer_id}:{key}".encode(), hashlib.sha256)
     return made.hexdigest()[:48]
 
 
-def _channel_key() -> bytes:
+def channel_key() -> bytes:
+    """What tokens of boxes are made with: this person's, made at its first use."""
     path = config_directory() / "channel.key"
     for _ in range(2):
         try:

@@ -311,7 +311,7 @@ def _texts(what: str, given: Any) -> dict[str, str]:
 def _sealed(given: Mapping[str, Any]) -> str:
     """Values that may be secrets, so that two requests can be compared and nobody can try them out."""
     text = json_text("given", dict(given))
-    return hmac.new(contracts._channel_key(), text.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(contracts.channel_key(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def token(layer: Any, box: str, use: str) -> str:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Conflict, Denied, LayerError, LimitExceeded, NotFound
-from ..sandbox.client import blocking_client, run_blocking
+from ..sandbox.client import blocking_client, host_runs, run_blocking
 from ..sandbox.sandbox import Sandbox
 from ..substrate.ledger import Execution, now
 from ..substrate.values import datetime_text
@@ -59,10 +59,8 @@ class Recorder:
             self.lines.clear()
             self._host = 0.0
             return
-        from .tending import _host_runs
-
         late = time.monotonic() - self._swept > SWEEP
-        if not _host_runs() and not (late and any(self._open())):
+        if not host_runs() and not (late and any(self._open())):
             return
         news = self._call(do="news", labels={"layer": self.layer.id}, host=self._host, since=self._mark)
         fresh, self._host, self._mark = news["host"] != self._host, news["host"], news["mark"]

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..errors import Conflict, LayerError, NotFound
+from ..sandbox.client import host_runs
 from ..sandbox.sandbox import Sandbox
 from ..settings import state_directory
 from ..substrate.reads import clock
@@ -56,7 +56,7 @@ class Tending:
         while not self._stop.wait(LOOK):
             try:
                 self.turn()
-                if self.leads and _host_runs():
+                if self.leads and host_runs():
                     bridging.look(self.layer)
             except LayerError as error:
                 log.warning("boxes of contracts: %s", error)
@@ -104,7 +104,7 @@ class Tending:
 
     def _sweep(self) -> None:
         """Kill boxes that were made for this layer and never got an execution: whoever made them ended in between."""
-        if not _host_runs():
+        if not host_runs():
             return
         late = time.time() - YOUNG
         boxes = {
@@ -215,16 +215,6 @@ def known_keys(layer: Any) -> set[str]:
             f"select {given} from {at}ledger_lineage l join {at}ledger_call c on c.execution = l.execution"
         )
     return {json.loads(row[0] or "{}").get("key") for row in rows}
-
-
-def _host_runs() -> bool:
-    """Whether a host of boxes answers here; none is started for this."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(state_directory() / "run" / "host.sock"))
-        except OSError:
-            return False
-    return True
 
 
 def of(layer: Any) -> Tending:

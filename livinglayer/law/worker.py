@@ -12,7 +12,6 @@ import heapq
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,8 +22,7 @@ from typing import Any
 
 from ..errors import Conflict, Denied, LayerError, NotFound
 from ..sandbox import Sandbox
-from ..sandbox.client import blocking_client, run_blocking
-from ..settings import state_directory
+from ..sandbox.client import blocking_client, host_runs, run_blocking
 from ..substrate.ledger import Execution
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
@@ -372,7 +370,7 @@ class Worker:
 
     def _remove_orphans(self) -> None:
         """Kill boxes of executions that are over, or that there never were, when two looks have found them so."""
-        if not _host_runs():
+        if not host_runs():
             return
         at, found = self.engine.schema_prefix, set[tuple[str, str]]()
         for box in run_blocking(blocking_client().call({"do": "list", "labels": {"layer": self.layer.id}})):
@@ -409,13 +407,3 @@ class Worker:
             if self.ledger.denials:
                 self.ledger.flush(self.layer._running(self.layer._me))
         self.say("stop", runner=self.id)
-
-
-def _host_runs() -> bool:
-    """Whether a host of boxes answers here; none is started for this."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(state_directory() / "run" / "host.sock"))
-        except OSError:
-            return False
-    return True

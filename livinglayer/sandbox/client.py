@@ -398,6 +398,33 @@ def connect_once(state: Path) -> socket.socket:
     return connection
 
 
+def host_runs() -> bool:
+    """Whether a host of boxes answers here; none is started for this."""
+    try:
+        connect_once(state_directory()).close()
+    except OSError:
+        return False
+    return True
+
+
+def handed(state: Path, request: dict[str, Any], what: str) -> int:
+    """The file descriptor that the host gives for a request. Whoever has it must close it."""
+    data = json.dumps(request).encode()
+    with connect(state) as connection:
+        connection.sendall(HEAD.pack(len(data), 0, CALL) + data)
+        frames = Frames()
+        while True:
+            data, fds, _, _ = socket.recv_fds(connection, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                raise Unavailable("the sandbox host has hung up", hint="try again: it is started on demand")
+            for _, kind, payload in frames.feed(data):
+                if kind == ERROR:
+                    raise to_error(payload)
+                if not fds:
+                    raise Unavailable(f"{what} did not come", hint="ulimit -n")
+                return fds[0]
+
+
 def connect(state: Path) -> socket.socket:
     """A socket to the host of `state`, which is started when it does not run."""
     path = state / "run" / "host.sock"

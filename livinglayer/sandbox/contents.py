@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
-import json
 import os
-import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -21,9 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import Conflict, Invalid, LimitExceeded, NotFound, Unavailable
-from .client import connect, to_error
+from .client import handed
 from .layers import USER_ID
-from .wire import CALL, ERROR, HEAD, Frames
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _OPENAT2 = 437  # the same on every architecture
@@ -55,20 +52,7 @@ class Entry:
 
 def opened(state: Path, id: str) -> int:
     """A volume's directory, as a file descriptor from the host of `state`. Whoever has it must close it."""
-    request = json.dumps({"do": "volume.open", "volume": id}).encode()
-    with connect(state) as connection:
-        connection.sendall(HEAD.pack(len(request), 0, CALL) + request)
-        frames = Frames()
-        while True:
-            data, fds, _, _ = socket.recv_fds(connection, 65536, 1, socket.MSG_CMSG_CLOEXEC)
-            if not data:
-                raise Unavailable("the sandbox host has hung up", hint="try again: it is started on demand")
-            for _, kind, payload in frames.feed(data):
-                if kind == ERROR:
-                    raise to_error(payload)
-                if not fds:
-                    raise Unavailable(f"volume {id!r} did not come", hint="ulimit -n")
-                return fds[0]
+    return handed(state, {"do": "volume.open", "volume": id}, f"volume {id!r}")
 
 
 class Contents:

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import Invalid, LimitExceeded, Unavailable
 from ..settings import state_directory
 from .blueprint import Blueprint
-from .client import connect, to_error
+from .client import connect, handed, to_error
 from .wire import CALL, ERROR, HEAD, PAYLOAD_MAX, PROGRESS, RESULT, STARTED, STDERR, STDOUT, Frames, Kind
 
 BODY_MAX = 256 << 20  # bytes of code, files and input together
@@ -235,22 +235,10 @@ class Once:
 
 def channel(state: Path, box: str) -> socket.socket:
     """The listener behind a box's LAYER_URL. Whoever has it must close it before somebody else serves the box."""
-    request = json.dumps({"do": "channel", "box": box}).encode()
-    with connect(state) as connection:
-        connection.sendall(HEAD.pack(len(request), 0, CALL) + request)
-        frames = Frames()
-        while True:
-            data, fds, _, _ = socket.recv_fds(connection, 65536, 1, socket.MSG_CMSG_CLOEXEC)
-            if not data:
-                raise Unavailable("the sandbox host has hung up", hint="try again: it is started on demand")
-            for _, kind, payload in frames.feed(data):
-                if kind == ERROR:
-                    raise to_error(payload)
-                if not fds:
-                    raise Unavailable("the channel of the box did not come", hint="ulimit -n")
-                listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fds[0])
-                listener.setblocking(False)
-                return listener
+    given = handed(state, {"do": "channel", "box": box}, "the channel of the box")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, given)
+    listener.setblocking(False)
+    return listener
 
 
 _CLOSED = socket.socket(socket.AF_UNIX)  # stands where a connection was: everything fails

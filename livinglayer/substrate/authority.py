@@ -32,7 +32,7 @@ def principal(
     """Make a principal, or change what is given of it."""
     if not tx.policy.sovereign():  # who can give roles and tokens can give itself everything
         raise Denied(f"{tx.policy.me['name']} may not change principals: only an owner may")
-    number = _find(tx, name)
+    number = find(tx, name)
     if not isinstance(attributes, Mapping | None) or not isinstance(roles, Sequence | None):
         raise Invalid("attributes are a dict, roles a list of names")
     values: dict[str, Any] = {
@@ -47,7 +47,8 @@ def principal(
     return number
 
 
-def _find(tx: Tx, name: Any) -> int | None:
+def find(tx: Tx, name: Any) -> int | None:
+    """The principal of a name, or None; Invalid for what can't be one."""
     if not isinstance(name, str) or not NAMES.fullmatch(name):
         raise Invalid(f"{name!r} can't be the name of a principal", hint="text without spaces, slashes and colons")
     return tx._having(PRINCIPAL, [PRINCIPAL.by_name["name"]], [name], None)
@@ -61,7 +62,7 @@ def _hold(tx: Tx, member: int, roles: Sequence[str]) -> None:
     """Make these the roles a principal holds."""
     wanted = set()
     for role in [roles] if isinstance(roles, str) else roles:
-        found = _find(tx, role)
+        found = find(tx, role)
         wanted.add(_create(tx, role, kind="role") if found is None else found)
     rows = tx.work.catalog.rows(
         tx.session, MEMBERSHIP, tx.chain, f"where x.{MEMBERSHIP.by_name['member'].store} = ?", (member,)
@@ -90,7 +91,7 @@ def grant(
             compile_predicate(where, tx.schema, entity)
         elif resource != "*":
             raise Invalid(f"{resource!r} has no rows that a predicate could be about")
-    number = _find(tx, subject)
+    number = find(tx, subject)
     if number == OWNER and effect == "deny":
         raise Denied("the owner can't be denied anything: nobody could give it back")
     if number is None:  # granting to an unknown name makes it known, not yet confirmed

@@ -354,7 +354,7 @@ def who(serving: Serving, provider: Provider, claims: Mapping[str, Any]) -> int:
         )
     name = "".join(letter for letter in value if authority.NAMES.fullmatch(letter))[:100]
     with serving.layer._tx(None, "main", f"{name} signs in for the first time") as tx:
-        if not name or authority._find(tx, name) is not None:
+        if not name or authority.find(tx, name) is not None:
             raise Conflict(f"there is a principal {name!r} already, who is not known by the provider")
         return authority.principal(tx, name, "human", {"oidc": value}, None)
 
