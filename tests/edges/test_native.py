@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -434,6 +435,20 @@ def test_functions_and_projections_are_there_for_those_who_may(owner: Asker, ann
         "/api/function/number.double" in paths
         and "/api/function/number.double" not in ben("GET", "/openapi.json").json["paths"]
     )
+
+
+def test_a_large_body_holds_up_nobody(server: Server, owner: Asker, ben: Asker) -> None:
+    large = b'{"x": [' + b",".join([b"{}"] * 3_000_000) + b"]}"
+    asking = threading.Thread(target=lambda: ben("POST", "/api/query", large))
+    asking.start()
+    waited = 0.0
+    while asking.is_alive():
+        began = time.monotonic()
+        assert owner("GET", "/healthz").status == 200
+        waited = max(waited, time.monotonic() - began)
+        time.sleep(0.02)
+    assert waited < 3
+    assert ben("POST", "/api/query", large[:-1]).code == (400, "invalid")
 
 
 def test_requests_are_limited_by_quota(server: Server, owner: Asker) -> None:

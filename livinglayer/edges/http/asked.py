@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
@@ -16,6 +17,7 @@ from .serving import BODY, body
 
 NDJSON, CSV, ARROW = "application/x-ndjson", "text/csv", "application/vnd.apache.arrow.stream"
 FORMS = {"json": JSON, "typed": TYPED, "ndjson": NDJSON, "csv": CSV, "arrow": ARROW}
+AT_ONCE = 64 << 10  # bytes that are read in no time
 INT = re.compile(r"-?\d{1,18}")
 
 
@@ -119,6 +121,13 @@ def parameters(request: Request, known: Mapping[str, Read], required: Collection
     return {name: known[name](name, value) for name, value in given.items()}
 
 
+async def aside(size: int, act: Callable[..., Any], *args: Any) -> Any:
+    """What is done with so many bytes of a request: of many on a thread, so that nobody else waits for it."""
+    if size <= AT_ONCE:
+        return act(*args)
+    return await asyncio.get_running_loop().run_in_executor(None, act, *args)
+
+
 async def document(request: Request, limit: int = BODY) -> dict[str, Any]:
     """The JSON object of a request; nothing is an empty one."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -127,7 +136,7 @@ async def document(request: Request, limit: int = BODY) -> dict[str, Any]:
         return {}
     if kind not in (JSON, TYPED):
         raise Unsupported(f"the body is {kind or 'of no type'!r:.60}, not {JSON}", hint=f"Content-Type: {JSON}")
-    found = loads(data, kind == TYPED)
+    found = await aside(len(data), loads, data, kind == TYPED)
     if not isinstance(found, dict):
         raise Invalid("the body is not a JSON object", hint='{"name": value, …}')
     return found

@@ -30,6 +30,7 @@ from .asked import (
     WRITING,
     NotAllowed,
     Stale,
+    aside,
     document,
     flag,
     form,
@@ -41,7 +42,7 @@ from .asked import (
     whole,
 )
 from .limits import limits
-from .serving import Caller, Serving, address_of, body
+from .serving import BODY, Caller, Serving, address_of, body
 from .veil import veiled
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def last(layer: Layer) -> int:
 async def _verb(serving: Serving, request: Request, caller: Caller, rest: str, name: str) -> Response:
     caller.require("boxes" if name.startswith("box.") else "write")
     given = parameters(request, WRITING)
-    kind, arguments = form(request), plain(await document(request))
+    kind, arguments = form(request), await given_to(request)
     if (seen := request.headers.get("if-match")) is not None:
         arguments = expecting(name, arguments, seen)
     if name == "token.create":
@@ -196,6 +197,14 @@ def narrowed(caller: Caller, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+async def given_to(request: Request) -> dict[str, Any]:
+    """The arguments of a verb or a function."""
+    found = await document(request)
+    size = request.headers.get("content-length", "")
+    taken: dict[str, Any] = await aside(int(size) if size.isdecimal() else BODY, plain, found)
+    return taken
+
+
 def plain(arguments: dict[str, Any]) -> dict[str, Any]:
     """Typed values as verbs and functions take them: as texts."""
 
@@ -221,7 +230,7 @@ async def functions(serving: Serving, request: Request, caller: Caller, rest: st
 async def function(serving: Serving, request: Request, caller: Caller, rest: str) -> Response:
     caller.require("write")
     given = parameters(request, WRITING)
-    kind, arguments = form(request), plain(await document(request))
+    kind, arguments = form(request), await given_to(request)
     if rest in VERBS:  # a verb is no function
         raise NotFound(f"there is no function {rest!r:.120}", hint=f"POST /api/{rest}")
     return await do_long(serving, caller, partial(_call, caller.layer, rest, arguments, request, given, kind))
