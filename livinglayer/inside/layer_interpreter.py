@@ -633,6 +633,7 @@ class Handler(BaseHTTPRequestHandler):
 def _mapping(body: bytes) -> dict[str, Any]:
     try:
         given = json.loads(body or b"{}")
+        json.dumps(given, ensure_ascii=False).encode()  # halves of characters are no text
     except ValueError:
         given = None
     if not isinstance(given, dict):

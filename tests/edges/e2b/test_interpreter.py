@@ -214,9 +214,12 @@ def test_bad_requests_are_told(server: Server, box: Sandbox) -> None:
         b'{"code": 5}',
         b'{"code": "1", "env_vars": {"A": 1}}',
         b'{"code": "1", "env_vars": [1]}',
+        rb'{"code": "\ud800"}',
+        rb'{"code": "1", "env_vars": {"A": "\ud800"}}',
     ):
         assert ask(server, box, "POST", "/execute", content=body, headers=token).status_code == 400, body
-    assert ask(server, box, "POST", "/execute", json={"code": "1"}).status_code == 401
+    for path in ("/execute", "//execute", "/execute//", "///%65xecute/", "/x/../execute"):  # however it is written
+        assert ask(server, box, "POST", path, json={"code": "1"}).status_code == 401, path
     assert ask(server, box, "POST", "/execute", json={"code": "1"}, headers={"X-Access-Token": "x"}).status_code == 401
     assert ask(server, box, "GET", "/elsewhere").status_code == 404
     assert ask(server, box, "PATCH", "/contexts").status_code in (404, 405, 501)
