@@ -41,6 +41,7 @@ HASH = re.compile(r"[0-9a-f]{16,128}")
 BUILDS = 30  # of one template that are remembered
 STEPS = 500  # of one build
 LINES = 20_000  # of a build's log
+CPUS, MEMORY = 8, 8 << 30  # of a template whose maker is no owner, unless the blueprint it is made of has more
 READY = 120.0  # seconds for a start command to be ready
 OURS = {"e2bdev/base": BASE, "e2bdev/code-interpreter": "code-interpreter-v1"}
 LOCAL = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
@@ -174,7 +175,11 @@ def create(
     base = row_of(layer, "blueprint", BASE)
     held.admitted(layer, principal, base, BASE)
     limits = {**(base["limits"] or {}), **{k: v for k, v in (("cpu", cpu), ("memory", memory)) if v is not None}}
-    shape({**base, "limits": limits})
+    wanted_shape, least = shape({**base, "limits": limits}), shape(base)
+    if not policy.sovereign() and (wanted_shape.cpu > max(CPUS, least.cpu) or wanted_shape.memory > max(MEMORY, least.memory)):  # fmt: skip
+        raise Invalid(
+            f"a template has {CPUS} CPUs and {MEMORY >> 20} MiB of memory at most", hint="an owner may give it more"
+        )
     build, forgotten = str(uuid.uuid4()), list[dict[str, Any]]()
 
     def act(tx: Tx) -> dict[str, Any]:

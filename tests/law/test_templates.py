@@ -6,7 +6,7 @@ import pytest
 from sandbox.hosts import Host
 
 from livinglayer import Layer
-from livinglayer.errors import Conflict, Denied, LayerError, NotFound
+from livinglayer.errors import Conflict, Denied, Invalid, LayerError, NotFound
 from livinglayer.law import templates, volumes
 
 
@@ -79,3 +79,11 @@ def test_builds_that_nobody_starts_are_forgotten_too(room: Layer) -> None:
     me = room.query("select id from principal where name = 'ann'")[0]["id"]
     known = templates.builds(templates.find(room, me, "many"))
     assert list(known) == [one["build"] for one in asked[-templates.BUILDS :]]
+
+
+def test_a_template_is_not_larger_than_its_maker_may_make_it(room: Layer) -> None:
+    for more in ({"cpu": 9}, {"memory": (8 << 30) + 1}):
+        with pytest.raises(Invalid, match="at most"):
+            room.call("template.create", {"name": "large", **more}, principal="ann")
+        room.call("template.create", {"name": "large", **more})  # an owner
+    room.call("template.create", {"name": "large", "cpu": 8, "memory": 8 << 30}, principal="ann")
