@@ -252,3 +252,13 @@ def test_times_that_no_date_can_tell_and_more_names_than_are_listed(volume: Any)
         volume.list("/many")
     volume.remove("/many")
     assert [entry.name for entry in volume.list("/")] == ["far"]
+
+
+def test_files_in_the_way_of_a_mount_are_no_error_of_the_server(volume: Any) -> None:
+    with e2b.Sandbox.create() as box:
+        box.commands.run("ln -s /nowhere/at/all /data; touch /file; ln -s /loop /loop", user="root")
+        kept = box.create_snapshot()
+    for path in ("/data", "/data/below", "/file/below", "/loop"):
+        with pytest.raises(e2b.SandboxException, match="400: files of its base are in the way"):
+            e2b.Sandbox.create(kept.snapshot_id, volume_mounts={path: volume.name})
+    e2b.Sandbox.delete_snapshot(kept.snapshot_id)
