@@ -187,6 +187,19 @@ def signature(asked: Asked, query: dict[str, str], method: str) -> None:
         raise Unauthenticated("signature is already expired")
 
 
+def proves(serving: Serving, scope: Scope, id: str) -> bool:
+    """Whether a request has the token of a box, or was signed with it: nothing else wakes one."""
+    secret, method = token(serving, id), scope.get("method", "")
+    if hmac.compare_digest(headers_of(scope).get(b"x-access-token", b""), secret.encode()):
+        return True
+    try:
+        query = queried(scope)
+    except files.Refused:
+        return False
+    given = query.get("signature", "").encode("utf-8", "replace")
+    return scope["path"] == "/files" and hmac.compare_digest(given, signed_with(query, method, secret))
+
+
 def expiry(query: dict[str, str]) -> int | None:
     given = query.get("signature_expiration")
     if given is None:

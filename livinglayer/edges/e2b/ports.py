@@ -23,6 +23,7 @@ from wsproto import events as ws
 from wsproto.utilities import LocalProtocolError, RemoteProtocolError
 
 from ...errors import Conflict, LayerError, NotFound
+from ...law import held
 from ...sandbox.sandbox import AsyncPort
 from ..http.auth import COOKIES
 from ..http.serving import Serving
@@ -90,6 +91,12 @@ def admit(scope: Scope, box: Reached) -> None:
         raise Refusal(400, "the request says in more than one way where it ends")
     if scope["type"] == "http" and scope["method"] == "CONNECT":
         raise Refusal(405, "a box's port is no proxy")
+
+
+def proves(serving: Serving, scope: Scope, id: str) -> bool:
+    """Whether a request has the traffic token of a box."""
+    given = Headers(scope=scope).get(TRAFFIC, "")
+    return hmac.compare_digest(given.encode(), held.token(serving.layer, id, "traffic").encode())
 
 
 async def dial(serving: Serving, box: Reached, port: int) -> Line:

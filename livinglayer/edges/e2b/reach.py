@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +52,11 @@ def missing(id: str) -> Gone:
     return Gone(f"The sandbox {id} was not found")
 
 
-async def reach(serving: Serving, id: str, wake: bool = True) -> Reached:
-    """A box by its id; one that stands still is let go on if it does so by itself and `wake` is wanted, else it is Gone."""
+async def reach(serving: Serving, id: str, wake: bool | Callable[[bool], bool] = True) -> Reached:
+    """A box by its id; one that stands still is let go on if it does so by itself and `wake` is wanted, else it is Gone.
+
+    Whether it is wanted may hang on whether the box's ports are public.
+    """
     known = _known(serving)
     found = known.get(id)
     if found is not None and time.monotonic() - found.seen < FRESH:
@@ -66,7 +70,8 @@ async def reach(serving: Serving, id: str, wake: bool = True) -> Reached:
     if info["id"] != id or info["labels"].get("layer") != serving.layer.id or not told:
         raise missing(id)
     if held.resting(info):
-        if not (wake and info["life"]["wakes"]):
+        wanted = wake if isinstance(wake, bool) else wake(bool(told.get("public", True)))
+        if not (wanted and info["life"]["wakes"]):
             forget(serving, id)
             raise missing(id)
         try:

@@ -115,8 +115,14 @@ class App:
 
         async def act(scope: Scope, receive: Receive, send: Send) -> None:
             reach = part("e2b.reach")
+
+            def wakes(public: bool) -> bool:  # a stranger who knows an id wakes nothing that is private
+                if name == "envd":
+                    return bool(part("e2b.envd").proves(self.serving, scope, id))
+                return public or bool(part("e2b.ports").proves(self.serving, scope, id))
+
             try:
-                found = await reach.reach(self.serving, id)
+                found = await reach.reach(self.serving, id, wakes)
             except reach.Gone as gone:
                 return await reach.gone(gone, scope, receive, send)
             given = (found,) if name != "ports" else (found, port)

@@ -112,6 +112,34 @@ def test_one_that_resumes_by_itself_goes_on_when_it_is_asked(server: Server) -> 
     box.kill()
 
 
+def test_a_stranger_wakes_nothing_that_is_private(server: Server) -> None:
+    network = {"allow_public_traffic": False}
+    box = Sandbox.create(timeout=60, lifecycle={"on_timeout": "pause", "auto_resume": True}, network=network)  # type: ignore[arg-type]
+    box.files.write("a", "kept")
+    box.pause()
+    for path, port, more in (
+        ("/", "8000", {}),
+        ("/", "8000", {"e2b-traffic-access-token": box._envd_access_token}),
+        ("/health", "49983", {}),
+        ("/envs", "49983", {"x-access-token": "wrong"}),
+        ("/files?path=a&signature=v1_x", "49983", {}),
+        ("/contexts", "49999", {}),
+    ):
+        headers = {"e2b-sandbox-id": box.sandbox_id, "e2b-sandbox-port": port, **more}
+        assert httpx.get(server.url + path, headers=headers).status_code == 502, path
+        assert box.get_info().state == SandboxState.PAUSED, path
+    assert httpx.get(box.download_url("a")).text == "kept"
+    box.pause()
+    asking = {
+        "e2b-sandbox-id": box.sandbox_id,
+        "e2b-sandbox-port": "8000",
+        "e2b-traffic-access-token": box.traffic_access_token,
+    }
+    assert "port is not open" in httpx.get(server.url, headers=asking).text
+    assert box.get_info().state == SandboxState.RUNNING
+    box.kill()
+
+
 def test_an_idempotency_key_gives_one_box(server: Server) -> None:
     def create(key: str, **more: Any) -> httpx.Response:
         given = {"templateID": "base", "timeout": 60, "envVars": {"A": "b"}, **more}
