@@ -42,8 +42,17 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "torture" in item.path.parts:
+        if "torture" in item.path.parts or (item.path.name in ALIKE and _on_postgres(item)):
             item.add_marker("torture")
+
+
+# What these are about does not depend on the engine, which their neighbours try: on PostgreSQL they run in `make torture`.
+ALIKE = {"test_docs.py", "test_cli.py", "test_plan.py", "test_strangers.py", "test_tools.py", "test_agents.py"}
+
+
+def _on_postgres(item: pytest.Item) -> bool:
+    given = getattr(item, "callspec", None)
+    return given is not None and given.params.get("engine") == "postgres" and "end_to_end" not in item.name
 
 
 HOMES = "layer-tests-"

@@ -111,6 +111,7 @@ triggers:
 projections:
   tasks: {description: d, file: projections/tasks.sql, parameters: {least: {type: int, default: 0}}, freshness: {bounded: 100}}
   two: {statement: "select id from thing", freshness: strong}
+  theirs: {description: d, remote: {url: "https://other.example", projection: queue}}
 """,
     "projections/tasks.sql": "select id, a_text from task where an_int >= :least -- ü\n",
     "contracts.yaml": """

@@ -90,6 +90,22 @@ def test_a_scope_narrows_a_token(server: Server) -> None:
     assert asked(server, boxes).status_code == 403
 
 
+def test_what_a_token_makes_ends_with_it(server: Server) -> None:
+    brief = {"authorization": f"Bearer {server.token('ann', seconds=600.0, name='brief one')}"}
+    for body in ({"name": "later"}, {"name": "later", "seconds": 9e6}):
+        assert httpx.post(f"{server.url}/api/token.create", json=body, headers=brief).status_code == 200
+    ends = server.layer.query("select name, expires from token where name in ('later', 'brief one')")
+    most = max(row["expires"] for row in ends if row["name"] == "brief one")
+    assert all(row["expires"].timestamp() <= most.timestamp() + 1 for row in ends) and len(ends) == 3
+
+
+def test_nobody_but_the_owner_holds_a_thread_for_long(server: Server) -> None:
+    body = {**QUERY, "timeout": 86400}
+    for who, status in (("ann", 400), ("owner", 200)):
+        headers = {"authorization": f"Bearer {server.token(who)}"}
+        assert httpx.post(f"{server.url}/api/query", json=body, headers=headers).status_code == status
+
+
 def test_nobody_makes_or_ends_tokens_of_others(server: Server) -> None:
     mallory = {"authorization": f"Bearer {server.token('mallory')}"}
     own = httpx.post(f"{server.url}/api/token.create", json={"name": "mine"}, headers=mallory)

@@ -118,7 +118,13 @@ async def authenticate(
     if how == "session" and method not in SAFE:
         same_origin(serving, headers)
     return Caller(
-        proven.principal, proven.name, serving.acting(proven.principal), proven.scope, proven.token, proven.kind
+        proven.principal,
+        proven.name,
+        serving.acting(proven.principal),
+        proven.scope,
+        proven.token,
+        proven.kind,
+        proven.expires,
     )
 
 

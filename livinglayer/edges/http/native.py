@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +187,11 @@ def expecting(name: str, arguments: dict[str, Any], seen: str) -> dict[str, Any]
 
 
 def narrowed(caller: Caller, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a token with a scope makes has no wider one: its own, if none is named."""
+    """What a token makes ends with it at the latest, and has no wider scope: its own, if none is named."""
+    if caller.expires is not None and caller.kind != "session":
+        left, wanted = (caller.expires - datetime.now(UTC)).total_seconds(), arguments.get("seconds")
+        if wanted is None or (isinstance(wanted, int | float) and wanted > left):
+            arguments = {**arguments, "seconds": max(left, 0.001)}
     if caller.scope is None:
         return arguments
     if arguments.get("scope") is None:
@@ -257,6 +262,11 @@ async def select(serving: Serving, request: Request, caller: Caller, rest: str) 
         chosen = given.pop("format", None)
     if "sql" not in given:
         raise Invalid("there is no query", hint='{"sql": "select …", "params": {…}}')
+    wanted = given.get("timeout")
+    if isinstance(wanted, int | float) and wanted > MOST and caller.principal != OWNER:
+        raise Invalid(
+            f"a query over HTTP has {MOST:g} seconds at most, not {wanted:g}"
+        )  # it holds a thread of everybody's
     kind = form(request, chosen, query.FORMS)
     seen = request.headers.get("if-none-match") if request.method != "POST" else None
     tagging = request.method != "POST"
@@ -266,6 +276,7 @@ async def select(serving: Serving, request: Request, caller: Caller, rest: str) 
     return await do(serving, caller, ask)
 
 
+MOST = 300.0  # seconds of a query, for whoever is not the owner
 SLOW = {"page", "cursor", "as_of", "timeout", "limit", "principal"}
 SOON = 0.003  # seconds that a read may hold up everybody else
 FEW = 100  # rows likewise
