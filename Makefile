@@ -3,7 +3,7 @@
 .PHONY: help setup up down test check format bench torture clean
 
 PYTHON := .venv/bin/python
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 
 help:  ## list these commands
