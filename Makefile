@@ -21,7 +21,7 @@ up: setup  ## a layer in demo/ with a help desk in it, and a server; says what t
 down:  ## stop the server that `make up` has started
 	@$(PYTHON) tools/up.py down demo
 
-test: setup  ## run every test on both engines; ARGS="-k fork" narrows it
+test: setup  ## run the tests, on both engines where they may differ; ARGS="-k fork" narrows it
 	@$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
 
 check: setup  ## format, lint, types, import directions

@@ -284,6 +284,8 @@ def field_values(entity: str, name: str, spec: str | Mapping[str, Any], limit: i
             raise Invalid(f"{what}: on_delete is restrict, cascade or null, not {given['on_delete']!r}")
         if given["on_delete"] == "null" and given["required"]:
             raise Invalid(f"{what}: a required reference can't become null on delete")
+    elif kind == "file" and given["default"] is not None:
+        raise Invalid(f"{what}: a file has no default")  # a hash alone would show the content of others
     row = {
         "name": name, "type": kind, "required": bool(given["required"]), "uniq": bool(given["unique"]),
         "indexed": bool(given["indexed"]), "initial": given["default"], "rule": given["check"],

@@ -88,7 +88,7 @@ def test_every_system_name_and_column_works_unquoted(shared: Layer) -> None:
         ({"type": "enum"}, "values"), ({"type": "enum", "values": []}, "values"), ({"type": "enum", "values": ["a", "a"]}, "different"),
         ({"type": "state"}, "transitions"), ({"type": "state", "transitions": {"a": ["b"]}}, "'a'"),
         ({"type": "state", "transitions": {"a": []}, "initial": "z"}, "'z'"), ({"type": "int", "default": "three"}, "not an int"),
-        ({"type": "enum", "values": ["a"], "default": "b"}, "not one of"), ({"type": "text", "check": "length(nothing) > 2"}, "nothing"),
+        ({"type": "enum", "values": ["a"], "default": "b"}, "not one of"), ({"type": "file", "default": "ab" * 32}, "no default"), ({"type": "text", "check": "length(nothing) > 2"}, "nothing"),
         ({"type": "text", "check": "length(x)"}, "true or false"), ({"type": "text", "check": "x > 2"}, "compared"),
     ],
 )  # fmt: skip
