@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ..errors import Conflict, Denied, Invalid, LayerError, NotFound
+from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound
 from ..substrate.ledger import Execution, Tx
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
@@ -29,6 +29,7 @@ from .signature import Signature, dumps, field
 
 Object = dict[str, Any]
 Items = list[Any]
+MANY = 100_000  # items of one argument
 TYPES = {str: "text", int: "int", float: "float", bool: "bool"}
 
 
@@ -164,6 +165,9 @@ def _verb(layer: Any, found: Verb, arguments: Mapping[str, Any], asking: Asking)
             if not isinstance(bound.get(argument), shape | None):
                 needed = "an object" if shape is dict else "a list"
                 raise Invalid(f"{found.name}: {argument} is {needed}, not {bound[argument]!r:.60}")
+            if len(bound.get(argument) or ()) > MANY:
+                shown.pop(argument, None)  # to write them down is what would take so long
+                raise LimitExceeded(f"{found.name}: {argument} has more than {MANY} items", hint="in several calls")
             if shape is dict and bound.get(argument):  # in the order it was given: fields of an entity have one
                 bound[argument] = json.loads(dumps(arguments[argument]))
         if asking.key is not None:

@@ -12,7 +12,7 @@ from law.conftest import define
 
 import livinglayer
 from livinglayer import Layer
-from livinglayer.errors import Conflict, Denied, Invalid, LayerError
+from livinglayer.errors import Conflict, Denied, Invalid, LayerError, LimitExceeded
 from livinglayer.law.verbs import VERBS
 from livinglayer.substrate.ledger import Execution, Scope, Tx
 from livinglayer.substrate.schema import OWNER
@@ -221,3 +221,12 @@ def test_the_reserved_nouns_are_the_verbs_own(desk: Layer) -> None:
     for noun in {name.split(".")[0] for name in VERBS}:
         with pytest.raises(Invalid):
             define(desk, f"{noun}.mine", "def main(): pass")
+
+
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)
+def test_a_list_without_end_is_refused_before_it_is_looked_at(layer: Layer) -> None:
+    with pytest.raises(LimitExceeded, match="changes has more than 100000 items"):
+        layer.call("row.change", changes=[{}] * 100_001)
+    assert layer.query("select arguments, status from execution where verb = 'row.change'") == [
+        {"arguments": {}, "status": "failed"}
+    ]
