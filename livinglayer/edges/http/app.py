@@ -146,8 +146,8 @@ class App:
     async def _tell(self, error: LayerError, scope: Scope, send: Send, begun: bool) -> None:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008 if error.status < 500 else 1011})
-        if begun:
-            raise error  # half an answer can only be cut off
+        if begun:  # half an answer can only be cut off, which is what happens to one that is left unfinished
+            return log.info("an answer was cut off: %s", error)
         await told(error)(scope, _deaf, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
