@@ -265,7 +265,7 @@ async def select(serving: Serving, request: Request, caller: Caller, rest: str) 
     wanted = given.get("timeout")
     if isinstance(wanted, int | float) and wanted > MOST and caller.principal != OWNER:
         raise Invalid(
-            f"a query over HTTP has {MOST:g} seconds at most, not {wanted:g}"
+            f"a query over HTTP has {MOST:g} seconds at most, not {wanted!r:.40}"
         )  # it holds a thread of everybody's
     kind = form(request, chosen, query.FORMS)
     seen = request.headers.get("if-none-match") if request.method != "POST" else None
