@@ -150,7 +150,7 @@ def test_an_argument_is_a_value_and_never_sql(tickets: Layer) -> None:
         ({"statement": "select :a as a", "parameters": None}, "uses :a"),
         ({"statement": "select 1 as n", "parameters": {"a": "int"}}, "does not use"),
         ({"statement": "select :a as a", "parameters": {"a": "number"}}, "no type 'number'"),
-        ({"statement": "select :a as a", "parameters": ["a"]}, "dict"),
+        ({"statement": "select :a as a", "parameters": ["a"]}, "is an object"),
         ({"name": "no spaces"}, "can't be the name"),
         ({"name": "a" * 200}, "can't be the name"),
         ({"freshness": "yesterday"}, "no freshness"),

@@ -75,9 +75,11 @@ def test_a_proposal_that_fails_leaves_no_branch(desk: Server) -> None:
         who = desk.principal("forker")  # may fork and no more: told of what it may not, and its fork is gone
         desk.layer.grant(who, "fork", "branch:main")
         desk.layer.grant(who, "read", "ticket")
+        open_ones = "select name from branch where name like 'proposal%' and status = 'open' order by name"
+        before = desk.layer.query(open_ones)  # of tests before this one
         async with over_http(desk, who) as client:
             assert "may not insert" in (await refused(client, "propose_change", changes=again))["message"]
-        assert not desk.layer.query("select name from branch where name like 'proposal%' and status = 'open'")
+        assert desk.layer.query(open_ones) == before
 
     run(act())
 
