@@ -51,7 +51,7 @@ def gone(path: Path) -> bool:
 def test_a_fresh_disk_is_a_btrfs_with_simple_quotas(disk: Disk) -> None:
     assert (disk.kind, disk.note) == ("loop", "")
     assert disk.quota in ("simple", "full")
-    assert sorted(os.listdir(disk.root)) == ["boxes", "layers", "tmp"]
+    assert sorted(os.listdir(disk.root)) == ["boxes", "layers", "tmp", "volumes"]
     assert disk.free() > 100 << 20
 
 
