@@ -135,7 +135,7 @@ class Box:
         )  # fmt: skip
 
     def run(
-        self, *argv: str, input: str | None = None, timeout: float = 20, **more: Any
+        self, *argv: str, input: str | None = None, timeout: float = 60, **more: Any
     ) -> subprocess.CompletedProcess[str]:
         with self.popen(*argv, stdin=subprocess.PIPE, **more) as process:
             try:
