@@ -145,7 +145,9 @@ def test_its_time_is_the_hosts_to_keep(room: Layer) -> None:
 def test_paused_it_keeps_its_memory_and_never_loses_a_file(room: Layer) -> None:
     id = opened(room)["box"]
     box = Sandbox.connect(id)
-    box.start("i=0; while :; do i=$((i+1)); echo $i > /home/user/next; mv /home/user/next /home/user/count; sleep 0.01; done")
+    box.start(
+        "i=0; while :; do i=$((i+1)); echo $i > /home/user/next; mv /home/user/next /home/user/count; sleep 0.01; done"
+    )
     count = 0
     for turn in range(10):
         box.files.write(f"/home/user/file{turn}", str(turn))

@@ -32,7 +32,9 @@ def test_ten_resumes_lose_nothing_and_a_counter_goes_on(layer: Layer, own_host: 
     with prepared(layer) as room:
         id = opened(room, tier)["box"]
         box = Sandbox.connect(id)
-        box.start("i=0; while :; do i=$((i+1)); echo $i > /home/user/next; mv /home/user/next /home/user/count; sleep 0.05; done")
+        box.start(
+            "i=0; while :; do i=$((i+1)); echo $i > /home/user/next; mv /home/user/next /home/user/count; sleep 0.05; done"
+        )
         wait_until(lambda: box.files.exists("/home/user/count"), "it counts", 30)
         count = 0
         for turn in range(10):
