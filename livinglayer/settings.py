@@ -1,8 +1,12 @@
 """What a layer allows by default; every field can be given to `livinglayer.open`."""
 
 import os
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from .errors import Conflict, Denied
 
 
 @dataclass(frozen=True)
@@ -34,3 +38,27 @@ def state_directory() -> Path:
     if os.geteuid() == 0:
         return Path("/var/lib/livinglayer")
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "livinglayer"
+
+
+def own_file(path: Path, make: Callable[[], bytes], otherwise: str) -> bytes:
+    """What a file of this person alone holds, made at its first use; Denied, and `otherwise`, when others can read it."""
+    for _ in range(2):
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+                if os.fstat(file.fileno()).st_mode & 0o077:
+                    raise Denied(f"{path} can be read by others, so {otherwise}", hint=f"rm {path}")
+                return file.read(1 << 16)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh = path.with_name(f".{path.stem}.{secrets.token_hex(8)}")
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(make())
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(fresh, path)  # whoever is first: all use the same
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+    raise Conflict(f"there is no key at {path}")

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import Conflict, Denied, Invalid, LayerError, NotFound
+from ..errors import Denied, Invalid, LayerError, NotFound
 from ..sandbox.blueprint import NAME as BOX_NAME
 from ..sandbox.blueprint import TIERS, Blueprint, check_tier
 from ..sandbox.egress import rules
 from ..sandbox.sandbox import Sandbox
-from ..settings import config_directory, state_directory
+from ..settings import config_directory, own_file, state_directory
 from ..substrate import slices
 from ..substrate.ledger import Execution, Scope, Tx, now
 from ..substrate.narrow import canonical, compiled
@@ -542,24 +542,7 @@ def token(layer_id: str, key: str) -> str:
 def channel_key() -> bytes:
     """What tokens of boxes are made with: this person's, made at its first use."""
     path = config_directory() / "channel.key"
-    for _ in range(2):
-        try:
-            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-                if os.fstat(file.fileno()).st_mode & 0o077:
-                    raise Denied(f"{path} can be read by others, so no box is made with it", hint=f"rm {path}")
-                return file.read()
-        except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fresh = path.with_name(f".channel.{secrets.token_hex(4)}")
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(32))
-        try:
-            os.link(fresh, path)  # whoever is first: all use the same
-        except FileExistsError:
-            pass
-        finally:
-            fresh.unlink()
-    raise Conflict(f"there is no key at {path}")
+    return own_file(path, lambda: secrets.token_bytes(32), "no box is made with it")
 
 
 def home() -> str:

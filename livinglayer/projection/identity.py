@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -19,7 +18,8 @@ import jwt
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from ..errors import Conflict, Corrupt, Denied, Invalid, Unauthenticated
+from ..errors import Corrupt, Invalid, Unauthenticated
+from ..settings import config_directory, own_file
 
 PREFIX = "layer:"
 ALGORITHM = "EdDSA"
@@ -54,43 +54,22 @@ def public(named: object) -> Ed25519PublicKey:
 def private(layer: str) -> Ed25519PrivateKey:
     """The key of a layer, made at its first use; Denied when others can read it."""
     place = _place(layer)
-    for _ in range(2):
-        try:
-            with open(os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-                if os.fstat(file.fileno()).st_mode & 0o077:
-                    raise Denied(f"{place} can be read by others, so nothing is signed with it", hint=f"rm {place}")
-                key = serialization.load_pem_private_key(file.read(1 << 16), None)
-                assert isinstance(key, Ed25519PrivateKey)
-                return key
-        except FileNotFoundError:
-            _make(place)
-        except (ValueError, TypeError, AssertionError):
-            raise Corrupt(f"{place} is no key of a layer", hint="remove it: the layer gets another name") from None
-    raise Conflict(f"there is no key at {place}")
+    try:
+        key = serialization.load_pem_private_key(own_file(place, _fresh, "nothing is signed with it"), None)
+        assert isinstance(key, Ed25519PrivateKey)
+    except (ValueError, TypeError, AssertionError):
+        raise Corrupt(f"{place} is no key of a layer", hint="remove it: the layer gets another name") from None
+    return key
 
 
 def _place(layer: str) -> Path:
-    from ..settings import config_directory
-
     return config_directory() / "identities" / f"{layer}.key"
 
 
-def _make(place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fresh = place.with_name(f".{secrets.token_hex(8)}")
-    data = Ed25519PrivateKey.generate().private_bytes(
+def _fresh() -> bytes:
+    return Ed25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(fresh, place)  # whoever is first: all use the same
-    except FileExistsError:
-        pass
-    finally:
-        fresh.unlink()
 
 
 # Statements
