@@ -46,5 +46,5 @@ bench: setup  ## measure both engines against a plain table and DoltLite, then b
 torture: setup  ## kill -9, concurrency and fuzzing campaigns; takes minutes to hours
 	@$(PYTHON) -m pytest -m torture $(ARGS)
 
-clean: $(if $(wildcard demo/server.pid),down)  ## remove .venv/, caches and the demo
-	@rm -rf .venv .setup.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info demo
+clean: $(if $(wildcard demo/server.pid),down)  ## remove what was installed here, caches and the demo
+	@rm -rf .venv .venvs tests/node/node_modules .setup.lock .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info demo

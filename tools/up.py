@@ -57,7 +57,7 @@ def server_of(home: Path) -> int | None:
     """The server that `make up` has started, if it still runs."""
     try:
         number = int((home / "server.pid").read_text())
-        return number if b"--dir" in Path(f"/proc/{number}/cmdline").read_bytes() else None
+        return number if b"\0up\0--json\0--dir\0" in Path(f"/proc/{number}/cmdline").read_bytes() else None
     except (OSError, ValueError):
         return None
 
