@@ -94,9 +94,9 @@ def _keep_token(layer_id: str, token: str) -> None:
 class Writes:
     """The verbs of a writer: a layer's own, or those of a narrower execution."""
 
-    _ledger: Ledger
+    ledger: Ledger
 
-    def _execution(self, principal: str | None) -> Execution:
+    def execution_by(self, principal: str | None) -> Execution:
         raise NotImplementedError
 
     def insert(
@@ -135,10 +135,10 @@ class Writes:
         """Set fields of a row and return the tx, which is the row's new version."""
         request = ("update", entity, id, dict(values) if isinstance(values, Mapping) else values, expect)
         if branch == "main" and key is None and seen == ():
-            number = self._ledger.swift(self._execution(principal), entity, id, values, expect, cause, reason)
+            number = self.ledger.swift(self.execution_by(principal), entity, id, values, expect, cause, reason)
             if number is not None:
                 return number
-        ahead = self._ledger.ahead(entity, id) if branch == "main" else None
+        ahead = self.ledger.ahead(entity, id) if branch == "main" else None
         return int(
             self._single(
                 principal,
@@ -204,7 +204,7 @@ class Writes:
         ahead: Any = None,
     ) -> Any:
         """One row, checked before it is written, so that it can share a commit with others."""
-        execution = self._execution(principal)
+        execution = self.execution_by(principal)
 
         def run(work: Work) -> Any:
             tx = Tx(work, execution, branch, reason, cause, key, seen, deferred=False)
@@ -214,14 +214,14 @@ class Writes:
             tx.finish(result)
             return result
 
-        return self._ledger.submit(run, ahead)
+        return self.ledger.submit(run, ahead)
 
     def _whole(
         self, principal: str | None, branch: str, reason: Any, cause: Any, key: Any, seen: Seen, request: Any, act: Any
     ) -> Any:
         """Several rows: a commit of their own, rolled back whole."""
-        execution = self._execution(principal)
-        with self._ledger.work() as work:
+        execution = self.execution_by(principal)
+        with self.ledger.work() as work:
             tx = Tx(work, execution, branch, reason, cause, key, seen)
             if tx.recall(request):
                 return tx.result
@@ -241,13 +241,13 @@ class Writes:
         timeout: float = 60.0,
     ) -> Iterator[Transaction]:
         """Many changes as one tx: all or nothing. Others wait to write meanwhile; reads inside see its own writes."""
-        execution = self._execution(principal)
+        execution = self.execution_by(principal)
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= LONGEST:
             raise Invalid(f"timeout is a number of seconds up to {LONGEST}, not {timeout!r}")
-        with self._ledger.work(timeout) as work:
+        with self.ledger.work(timeout) as work:
             held = Transaction(self, Tx(work, execution, branch, reason, cause, None, seen), time.monotonic() + timeout)
             try:
-                with self._ledger.engine.translating():
+                with self.ledger.engine.translating():
                     yield held
                     if held.tx.dirty:
                         held.number = held.tx.finish()
@@ -293,7 +293,7 @@ class Transaction:
     ) -> list[dict[str, Any]]:
         """Rows of one SELECT, as this transaction sees them."""
         tx = self._check()
-        settings = self._writes._ledger.settings
+        settings = self._writes.ledger.settings
         seconds = min(settings.query_seconds if timeout is None else timeout, self._deadline - time.monotonic())
         return tx.engine.inside(
             tx, sql, params, time.monotonic() + seconds, settings.query_rows if limit is None else limit
@@ -307,13 +307,13 @@ class Scoped(Writes):
     """An execution of its own: writes within a scope, until the block ends."""
 
     def __init__(self, layer: Layer, execution: Execution) -> None:
-        self._layer, self._ledger, self.execution = layer, layer._ledger, execution
+        self._layer, self.ledger, self.execution = layer, layer.ledger, execution
 
     @property
     def id(self) -> int | None:
         return self.execution.id
 
-    def _execution(self, principal: str | None) -> Execution:
+    def execution_by(self, principal: str | None) -> Execution:
         if principal is not None:
             raise Invalid("an execution acts as the principal it was opened for")
         return self.execution
@@ -324,19 +324,24 @@ class Scoped(Writes):
             sql,
             params,
             **{"branch": self.execution.scope.branch or "main", **more},
-            principal=self._layer._name_of(self.execution.principal),
+            principal=self._layer.name_of(self.execution.principal),
         )
 
 
 class Layer(Writes):
-    """One governed reality: a directory with an embedded database, or a PostgreSQL URL."""
+    """One governed reality: a directory with an embedded database, or a PostgreSQL URL.
+
+    Apps use the verbs and the queries. The law and the edges, which stand on this class, also use `engine`, `catalog`,
+    `ledger`, `reads`, `my_id`, `my_policy`, `id_of`, `name_of`, `acting_as`, `execution_by`, `execution_of` and `in_tx`:
+    they decide nothing for who holds them and may change with any version.
+    """
 
     def __init__(
         self, engine: Engine, settings: Settings, create: bool, token: str | None, migrating: bool = True
     ) -> None:
         self.engine, self.settings = engine, settings
-        self._catalog = Catalog(engine)
-        self._ledger = Ledger(engine, self._catalog, settings)
+        self.catalog = Catalog(engine)
+        self.ledger = Ledger(engine, self.catalog, settings)
         self._executions: dict[int, Execution] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -349,10 +354,10 @@ class Layer(Writes):
                     )
                 engine.create()
             self.id = self._begin(create)
-            self._me = self._authenticate(token or os.environ.get("LAYER_TOKEN") or _stored_token(self.id))
+            self.my_id = self._authenticate(token or os.environ.get("LAYER_TOKEN") or _stored_token(self.id))
             if migrating and self._format < FORMAT:
-                migrate(self._ledger)
-            self._reads = Reads(self._catalog, settings)
+                migrate(self.ledger)
+            self.reads = Reads(self.catalog, settings)
         except BaseException:
             engine.close()
             raise
@@ -368,7 +373,7 @@ class Layer(Writes):
                 if not engine_has_layer(self.engine):
                     token, layer_id = genesis.token(), genesis.new_id()
                     _keep_token(layer_id, token)  # first: a layer nobody holds the token of could never be opened
-                    genesis.begin(self.engine, self._ledger, layer_id, token)
+                    genesis.begin(self.engine, self.ledger, layer_id, token)
         with self.engine.reading() as session:
             layer_id, self._format = genesis.stored_format(self.engine, session)
         return layer_id
@@ -381,7 +386,7 @@ class Layer(Writes):
         hashed = genesis.token_hash(token)
         principal = SYSTEM.by_name["principal"]
         with self.engine.reading() as session:
-            rows = self._catalog.rows(
+            rows = self.catalog.rows(
                 session, principal, MAIN_CHAIN, f"where x.{principal.by_name['token'].store} = ?", (hashed,)
             )
         if rows and secrets.compare_digest(rows[0]["token"], hashed):
@@ -402,39 +407,39 @@ class Layer(Writes):
     @property
     def me(self) -> str:
         """The name of the principal this handle acts as."""
-        return self._name_of(self._me)
+        return self.name_of(self.my_id)
 
-    def _as(self, number: int) -> Layer:
+    def acting_as(self, number: int) -> Layer:
         """The same layer as another principal, for whoever has made sure that it is them; only the first handle closes it."""
         made = copy.copy(self)
-        made._me = number
+        made.my_id = number
         return made
 
-    def _name_of(self, number: int) -> str:
+    def name_of(self, number: int) -> str:
         with self.engine.reading() as session:
-            return str(self._catalog.principal_by_id(session, number)["name"])
+            return str(self.catalog.principal_by_id(session, number)["name"])
 
-    def _acting(self, principal: str | None) -> int:
+    def id_of(self, principal: str | None) -> int:
         """The id of who acts: this handle's principal, or another it may impersonate."""
         if principal is None:
-            return self._me
+            return self.my_id
         with self.engine.reading() as session:
             try:
-                number = int(self._catalog.principal(session, principal)["id"])
+                number = int(self.catalog.principal(session, principal)["id"])
             except NotFound:
-                self._mine(session).require("impersonate", f"principal:{principal}")
+                self.my_policy(session).require("impersonate", f"principal:{principal}")
                 raise
-            if number != self._me:
-                self._mine(session).require("impersonate", f"principal:{principal}")
+            if number != self.my_id:
+                self.my_policy(session).require("impersonate", f"principal:{principal}")
         return number
 
-    def _mine(self, session: Any) -> Any:
-        return self._catalog.policy(session, self._me, clock(self.engine, session)[1])
+    def my_policy(self, session: Any) -> Any:
+        return self.catalog.policy(session, self.my_id, clock(self.engine, session)[1])
 
-    def _execution(self, principal: str | None) -> Execution:
-        return self._running(self._me if principal is None else self._acting(principal))
+    def execution_by(self, principal: str | None) -> Execution:
+        return self.execution_of(self.my_id if principal is None else self.id_of(principal))
 
-    def _running(self, number: int) -> Execution:
+    def execution_of(self, number: int) -> Execution:
         """This handle's own execution of a principal."""
         found = self._executions.get(number)
         if found is None or not found.open:
@@ -443,7 +448,7 @@ class Layer(Writes):
                     raise Denied("the layer is closed", hint="open it again")
                 found = self._executions.get(number)
                 if found is None or not found.open:
-                    found = self._executions[number] = self._ledger.open(number)
+                    found = self._executions[number] = self.ledger.open(number)
         return found
 
     @contextmanager
@@ -455,7 +460,7 @@ class Layer(Writes):
         kind: str = "program",
     ) -> Iterator[Scoped]:
         """An execution with a scope of its own: what it writes outside of it is refused, and afterwards everything."""
-        opened = self._ledger.open(self._acting(principal), scope if scope is not None else {}, kind, reason)
+        opened = self.ledger.open(self.id_of(principal), scope if scope is not None else {}, kind, reason)
         status = "done"
         try:
             yield Scoped(self, opened)
@@ -463,7 +468,7 @@ class Layer(Writes):
             status = "failed"
             raise
         finally:
-            self._ledger.end(opened, status)
+            self.ledger.end(opened, status)
 
     def call(
         self,
@@ -483,7 +488,7 @@ class Layer(Writes):
 
         given = {**(arguments or {}), **more}
         return call(
-            self, verb, given, principal=self._acting(principal), branch=branch, key=key, reason=reason, trace=trace
+            self, verb, given, principal=self.id_of(principal), branch=branch, key=key, reason=reason, trace=trace
         )
 
     # Reads
@@ -493,9 +498,9 @@ class Layer(Writes):
         timeout: float | None = None, limit: int | None = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Rows of one SELECT over entity names, as a branch was at a moment and as a principal may see it."""
-        number = self._me if principal is None else self._acting(principal)
+        number = self.my_id if principal is None else self.id_of(principal)
         with self._refused(number, sql):
-            return self._reads.query(sql, params, branch, as_of, number, timeout, limit, number == OWNER)
+            return self.reads.query(sql, params, branch, as_of, number, timeout, limit, number == OWNER)
 
     def query_at(
         self, sql: str, params: Mapping[str, Any] | Sequence[Any] | None = None, branch: str = "main", as_of: Moment = None, principal: str | None = None,
@@ -507,9 +512,9 @@ class Layer(Writes):
         With `narrow` = {entity: {"fields": [...], "where": "..."}} nothing else is there; a query that is `trusted`
         may run in this process.
         """
-        number = self._me if principal is None else self._acting(principal)
+        number = self.my_id if principal is None else self.id_of(principal)
         with self._refused(number, sql, execution):
-            return self._reads.query_at(sql, params, branch, as_of, number, timeout, limit, trusted, narrow)
+            return self.reads.query_at(sql, params, branch, as_of, number, timeout, limit, trusted, narrow)
 
     def projection(
         self,
@@ -526,7 +531,7 @@ class Layer(Writes):
         from .projection.query import read
 
         given = {**(arguments or {}), **more}
-        return read(self, name, given, principal=self._acting(principal), branch=branch, as_of=as_of)[0]
+        return read(self, name, given, principal=self.id_of(principal), branch=branch, as_of=as_of)[0]
 
     def why(
         self,
@@ -542,7 +547,7 @@ class Layer(Writes):
         from .law import why
 
         ask = why.impact if impact else why.why
-        return ask(self, subject, principal=self._acting(principal), branch=branch, as_of=as_of, depth=depth)
+        return ask(self, subject, principal=self.id_of(principal), branch=branch, as_of=as_of, depth=depth)
 
     @contextmanager
     def _refused(self, principal: int, sql: str, execution: Execution | None = None) -> Iterator[None]:
@@ -550,15 +555,17 @@ class Layer(Writes):
         try:
             yield
         except (Denied, Invalid) as error:
-            keep = getattr(self._ledger, "denied", None)
+            keep = getattr(self.ledger, "denied", None)
             if keep is not None and isinstance(sql, str) and writes(sql, error):
-                keep(execution or self._running(principal), Denied(f"{error.message}: {sql[:200]}"), "write", "query")
+                keep(
+                    execution or self.execution_of(principal), Denied(f"{error.message}: {sql[:200]}"), "write", "query"
+                )
             raise
 
     @contextmanager
     def reader(self, branch: str = "main", as_of: Moment = None) -> Iterator[Any]:
         """The driver's own connection on which this principal's names are bound: for measurements and tools."""
-        held, give = self._reads.borrow(branch, as_of, self._me)
+        held, give = self.reads.borrow(branch, as_of, self.my_id)
         try:
             yield held.raw_connection()
         finally:
@@ -568,9 +575,9 @@ class Layer(Writes):
         """The entities and fields of a branch, those this handle's principal may read something of."""
         with self.engine.reading() as session:
             last, epoch = clock(self.engine, session)
-            moment = None if as_of is None else self._catalog.moment(session, as_of, last)
-            chain = self._catalog.chain(session, self._catalog.branch(session, branch), moment)
-            found, policy = self._catalog.schema(session, chain, epoch), self._mine(session)
+            moment = None if as_of is None else self.catalog.moment(session, as_of, last)
+            chain = self.catalog.chain(session, self.catalog.branch(session, branch), moment)
+            found, policy = self.catalog.schema(session, chain, epoch), self.my_policy(session)
             if policy.sovereign():
                 return found
             return Schema(tuple(e for e in found.entities if policy.rules("read", found, e, branch).allows))
@@ -578,9 +585,9 @@ class Layer(Writes):
     # Schema
 
     @contextmanager
-    def _tx(self, principal: str | None, branch: str, reason: str | None) -> Iterator[Tx]:
-        execution = self._execution(principal)
-        with self._ledger.work() as work:
+    def in_tx(self, principal: str | None, branch: str, reason: str | None) -> Iterator[Tx]:
+        execution = self.execution_by(principal)
+        with self.ledger.work() as work:
             tx = Tx(work, execution, branch, reason)
             with self.engine.translating():
                 yield tx
@@ -592,7 +599,7 @@ class Layer(Writes):
         branch: str = "main", reason: str | None = None, principal: str | None = None,
     ) -> int:  # fmt: skip
         """Make an entity with its fields, or add fields to one; returns its id."""
-        with self._tx(principal, branch, reason or f"define {entity}") as tx:
+        with self.in_tx(principal, branch, reason or f"define {entity}") as tx:
             return evolve.define(tx, entity, fields, unique, description, annotations)
 
     def alter(
@@ -601,14 +608,14 @@ class Layer(Writes):
         branch: str = "main", reason: str | None = None, principal: str | None = None,
     ) -> None:  # fmt: skip
         """Change an entity; stored rows are not rewritten."""
-        with self._tx(principal, branch, reason or f"alter {entity}") as tx:
+        with self.in_tx(principal, branch, reason or f"alter {entity}") as tx:
             evolve.alter(tx, entity, add or {}, rename or {}, retype or {}, drop, change or {}, name, description)
 
     def backfill(
         self, entity: str, field: str, *, branch: str = "main", reason: str | None = None, principal: str | None = None
     ) -> dict[str, int]:
         """Finish a retype: convert the rows that still hold the old type; says how many, and how many could not be."""
-        with self._tx(principal, branch, reason or f"backfill {entity}.{field}") as tx:
+        with self.in_tx(principal, branch, reason or f"backfill {entity}.{field}") as tx:
             done, lost = evolve.backfill(tx, entity, field)
         return {"converted": done - lost, "lost": lost}
 
@@ -616,7 +623,7 @@ class Layer(Writes):
         self, entity: str, *, branch: str = "main", reason: str | None = None, principal: str | None = None
     ) -> None:
         """Take an entity out of the schema; its history stays."""
-        with self._tx(principal, branch, reason or f"drop {entity}") as tx:
+        with self.in_tx(principal, branch, reason or f"drop {entity}") as tx:
             evolve.drop(tx, entity)
 
     # Branches
@@ -632,16 +639,16 @@ class Layer(Writes):
         principal: str | None = None,
     ) -> int:
         """A new branch of everything, or of a slice; costs one row."""
-        return branches.fork(self._ledger, self._execution(principal), name, source, slice, as_of, reason)
+        return branches.fork(self.ledger, self.execution_by(principal), name, source, slice, as_of, reason)
 
     def diff(self, branch: str, target: str | None = None, *, principal: str | None = None) -> list[dict[str, Any]]:
         """What a branch changed since its fork or last merge, by row and field."""
-        number = self._acting(principal)
+        number = self.id_of(principal)
         with self.engine.reading() as session:
             epoch = clock(self.engine, session)[1]
-            found = self._catalog.branch(session, branch)
+            found = self.catalog.branch(session, branch)
             if target is not None and (
-                found.parent is None or self._catalog.branch_by_id(session, found.parent).name != target
+                found.parent is None or self.catalog.branch_by_id(session, found.parent).name != target
             ):
                 raise Invalid(
                     f"{target!r} is not the parent of {branch!r}",
@@ -649,7 +656,7 @@ class Layer(Writes):
                 )
             if found.parent is None:
                 return []
-            return branches.diff(self._catalog, session, epoch, found, self._catalog.policy(session, number, epoch))
+            return branches.diff(self.catalog, session, epoch, found, self.catalog.policy(session, number, epoch))
 
     def merge(
         self,
@@ -661,15 +668,15 @@ class Layer(Writes):
         principal: str | None = None,
     ) -> Merge:
         """Bring a branch's changes to its parent; with conflicts nothing is applied and they become rows."""
-        return branches.merge(self._ledger, self._execution(principal), branch, target, preview, reason)
+        return branches.merge(self.ledger, self.execution_by(principal), branch, target, preview, reason)
 
     def conflicts(self, branch: str | None = None) -> list[dict[str, Any]]:
         """The open conflicts."""
         with self.engine.reading() as session:
-            self._mine(session).require("merge", "branch:main")
+            self.my_policy(session).require("merge", "branch:main")
             if branch is not None:
-                self._catalog.branch(session, branch)
-        return branches.conflicts(self._catalog, self._ledger, branch)
+                self.catalog.branch(session, branch)
+        return branches.conflicts(self.catalog, self.ledger, branch)
 
     def resolve(
         self,
@@ -685,12 +692,12 @@ class Layer(Writes):
             raise Invalid(f"take is ours or theirs, not {take!r}")
         number = conflict["id"] if isinstance(conflict, Mapping) else conflict
         branches.resolve(
-            self._ledger, self._execution(principal), number, {"take": take} if take else {"value": value}, reason
+            self.ledger, self.execution_by(principal), number, {"take": take} if take else {"value": value}, reason
         )
 
     def discard(self, branch: str, *, reason: str | None = None, principal: str | None = None) -> None:
         """Close a branch; its name is free again, its history stays."""
-        branches.discard(self._ledger, self._execution(principal), branch, reason)
+        branches.discard(self.ledger, self.execution_by(principal), branch, reason)
 
     # Authority
 
@@ -704,13 +711,13 @@ class Layer(Writes):
         on: str = "main",
     ) -> int:
         """Make a principal, or change what is given of it; returns its id."""
-        with self._tx(None, on, f"principal {name}") as tx:
+        with self.in_tx(None, on, f"principal {name}") as tx:
             return authority.principal(tx, name, kind, attributes, roles)
 
     def token(self, principal: str) -> str:
         """A new token for a principal; the one before it ends."""
         made = genesis.token()
-        with self._tx(None, "main", f"token of {principal}") as tx:
+        with self.in_tx(None, "main", f"token of {principal}") as tx:
             authority.principal(tx, principal, None, None, None, genesis.token_hash(made))
         return made
 
@@ -720,14 +727,14 @@ class Layer(Writes):
         on: str = "main", by: str | None = None,
     ) -> int:  # fmt: skip
         """Allow (or deny) an action; returns the permission's id. Only main's permissions decide; `on` writes it elsewhere."""
-        with self._tx(by, on, reason or f"grant {action} on {resource} to {principal}") as tx:
+        with self.in_tx(by, on, reason or f"grant {action} on {resource} to {principal}") as tx:
             return authority.grant(
                 tx, principal, action, resource, where, fields, branch, effect, reason, valid_from, valid_to, delegable
             )
 
     def revoke(self, permission: int, *, reason: str | None = None, on: str = "main", by: str | None = None) -> None:
         """Take a permission back, and what was delegated from it."""
-        with self._tx(by, on, reason or f"revoke {permission}") as tx:
+        with self.in_tx(by, on, reason or f"revoke {permission}") as tx:
             authority.revoke(tx, permission)
 
     def can(
@@ -736,25 +743,25 @@ class Layer(Writes):
         """Whether a principal may do something, with the permission rows that decide: now, or as they were."""
         with self.engine.reading() as session:
             last, epoch = clock(self.engine, session)
-            moment = None if as_of is None else self._catalog.moment(session, as_of, last, pruned=True)
+            moment = None if as_of is None else self.catalog.moment(session, as_of, last, pruned=True)
             try:
-                number = int(self._catalog.principal(session, principal)["id"])
-                if number != self._me and not self._mine(session).sovereign():
+                number = int(self.catalog.principal(session, principal)["id"])
+                if number != self.my_id and not self.my_policy(session).sovereign():
                     raise NotFound("whom others may do what is for an owner to ask")
             except NotFound:
                 return Decision(False, [], f"there is no principal {principal!r}")
-            policy = self._catalog.policy(session, number, epoch, moment)
-            return authority.can(self._catalog, session, epoch, policy, action, resource, branch, moment)
+            policy = self.catalog.policy(session, number, epoch, moment)
+            return authority.can(self.catalog, session, epoch, policy, action, resource, branch, moment)
 
     # Trust
 
     def verify(self) -> Report:
         """Reread everything and recompute every hash; names the first bad tx."""
-        return verify(self._catalog)
+        return verify(self.catalog)
 
     def backup(self, destination: str | os.PathLike[str]) -> Path:
         """A copy as it is now, while others write: a directory that is itself an embedded layer."""
-        self._only_owner("back up the layer")
+        self.only_owner("back up the layer")
         return make_backup(self.engine, Path(destination), self.settings)
 
     def export(
@@ -785,7 +792,7 @@ class Layer(Writes):
 
     def prune(self, before: int | datetime, *, reason: str | None = None) -> int:
         """Forget closed versions that ended before a moment; returns how many. The chain goes on verifying."""
-        return prune_history(self._ledger, self._execution(None), before, reason)
+        return prune_history(self.ledger, self.execution_by(None), before, reason)
 
     def blob(self, digest: str) -> bytes:
         """The content of a file field of a row that this handle's principal may read."""
@@ -797,7 +804,7 @@ class Layer(Writes):
 
     def _names(self, digest: str) -> bool:
         """Whether a row this principal may read names a content."""
-        if self._me == OWNER:
+        if self.my_id == OWNER:
             return True
         for entity in self.schema().entities:
             for f in entity.fields:
@@ -811,9 +818,9 @@ class Layer(Writes):
                         continue
         return False
 
-    def _only_owner(self, act: str) -> None:
+    def only_owner(self, act: str) -> None:
         with self.engine.reading() as session:
-            if not self._mine(session).sovereign():
+            if not self.my_policy(session).sovereign():
                 raise Denied(f"only an owner may {act}")
 
     def close(self) -> None:
@@ -822,21 +829,21 @@ class Layer(Writes):
             if self._closed:
                 return
             self._closed = True
-        if (tending := getattr(self._ledger, "tending", None)) is not None:
+        if (tending := getattr(self.ledger, "tending", None)) is not None:
             tending.close()
-        if self._ledger.runner is not None:
-            self._ledger.runner.close()
-        if self._ledger.denials:
+        if self.ledger.runner is not None:
+            self.ledger.runner.close()
+        if self.ledger.denials:
             try:
-                self._ledger.flush(self._executions.get(self._me) or self._ledger.open(self._me))
+                self.ledger.flush(self._executions.get(self.my_id) or self.ledger.open(self.my_id))
             except LayerError:
                 pass
         for execution in list(self._executions.values()):
             try:
-                self._ledger.end(execution)
+                self.ledger.end(execution)
             except LayerError:
                 pass  # a layer that can't be reached any more is closed all the same
-        self._reads.close()
+        self.reads.close()
         self.engine.close()
 
     def __enter__(self) -> Layer:

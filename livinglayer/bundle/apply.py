@@ -39,7 +39,7 @@ def apply(
     A plan by which somebody may do more than before needs `accept`, that plan's digest, or `yes`. Names that others
     have are a Conflict, unless they are adopted.
     """
-    with layer._tx(principal, branch, reason or f"apply {bundle.name} {bundle.version}") as tx:
+    with layer.in_tx(principal, branch, reason or f"apply {bundle.name} {bundle.version}") as tx:
         _only_owners(tx)
         found = _found(tx)
         made = compare(found, bundle, branch, _rows(tx), lambda row: stored(layer, row), adopt, beside or {})
@@ -60,7 +60,7 @@ def remove(
     reason: str | None = None,
 ) -> list[Key]:
     """Take away what a bundle has made, its entities with their rows only with `data`; history stays. What went."""
-    with layer._tx(principal, branch, reason or f"remove bundle {name}") as tx:
+    with layer.in_tx(principal, branch, reason or f"remove bundle {name}") as tx:
         _only_owners(tx)
         found = _found(tx)
         row = found.bundles.get(name)

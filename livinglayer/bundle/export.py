@@ -58,9 +58,9 @@ def files_of(
     layer: Any, name: str, branch: str = "main", as_of: Any = None, principal: str | None = None
 ) -> dict[str, bytes]:
     """The files of a bundle as its rows are on a branch, now or at a moment; for those who may read all of it."""
-    who = layer._acting(principal)
+    who = layer.id_of(principal)
     with layer.engine.snapshot() as session:
-        catalog = layer._catalog
+        catalog = layer.catalog
         last, epoch = clock(layer.engine, session)
         if not catalog.policy(session, who, epoch).sovereign():
             raise NotFound(f"there is no bundle {name!r} for you to export", hint="an owner may")

@@ -78,9 +78,9 @@ def plan(
     beside: Mapping[str, Any] | None = None,
 ) -> Plan:
     """What applying a bundle would do now, for an owner; `beside` are bundles by name that it may need. Changes nothing."""
-    who = layer._acting(principal)
+    who = layer.id_of(principal)
     with layer.engine.snapshot() as session:
-        catalog, epoch = layer._catalog, clock(layer.engine, session)[1]
+        catalog, epoch = layer.catalog, clock(layer.engine, session)[1]
         policy = catalog.policy(session, who, epoch)
         if not policy.sovereign():
             raise Denied(

@@ -48,8 +48,8 @@ class _Reads:
 def within(layer: Any, tx: Tx) -> Any:
     """The layer as the tx sees it now; nothing that is found so is kept for others."""
     view = copy.copy(layer)
-    view._me = tx.execution.principal
+    view.my_id = tx.execution.principal
     view.engine = _Engine(tx)
-    view._catalog = Catalog(view.engine)
-    view._reads = _Reads(tx)
+    view.catalog = Catalog(view.engine)
+    view.reads = _Reads(tx)
     return view

@@ -74,13 +74,13 @@ def begin(
     making = contracts.Making(layer, contract, asking.principal, source or branch, slice, box, permissions)
     making.agent, making.branch = dict(agent), branch
     if call.execution.id is None:
-        layer._ledger.intend(call.execution)
+        layer.ledger.intend(call.execution)
     execution = making.execution(asking, parent or call.execution.id, fresh=source is not None)
     if source is None:
-        layer._ledger.intend(execution, lambda tx: contracts.record(tx, execution))
+        layer.ledger.intend(execution, lambda tx: contracts.record(tx, execution))
     else:
         try:
-            with layer._ledger.work() as work:
+            with layer.ledger.work() as work:
                 why = call.reason or f"agent of {contract.name}"
                 number = branches.forked(work, call.execution, branch, source, None, as_of, why)
                 execution.call = {**(execution.call or {}), "branch": number}
@@ -88,13 +88,13 @@ def begin(
                 contracts.record(tx, execution)
                 tx.finish()
         except BaseException:
-            layer._ledger.let_go(execution)  # it never was
+            layer.ledger.let_go(execution)  # it never was
             raise
     try:
         told = making.act(execution)
     except BaseException:
         if source is not None:
-            branches.withdraw(layer._ledger, call.execution, branch)  # without the box there is no branch
+            branches.withdraw(layer.ledger, call.execution, branch)  # without the box there is no branch
         raise
     return {key: told[key] for key in ("execution", "box", "id", "branch", "contract", "tier", "kept")} | {
         "task": agent["task"], "program": agent["argv"], "source": source,
@@ -119,7 +119,7 @@ def find(layer: Any, word: str | int) -> int:
         for number, branch, arguments in rows:
             if text.isdecimal() or json.loads(arguments or "{}").get("name") == text:
                 return int(number)
-            if branch not in (None, MAIN) and layer._catalog.branch_by_id(session, branch).name == text:
+            if branch not in (None, MAIN) and layer.catalog.branch_by_id(session, branch).name == text:
                 return int(number)
     raise NotFound(f"there is no agent {text!r:.120}", hint="layer agent list")
 
@@ -136,7 +136,7 @@ def stop(call: Call, *, agent: str) -> Any:
             f" from {at}ledger_execution x join {at}ledger_call c on c.execution = x.id where x.id = ?",
             (number,),
         )
-        policy = layer._catalog.policy(session, call.asking.principal, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, call.asking.principal, clock(layer.engine, session)[1])
     assert row is not None
     principal, arguments, status = row[0], json.loads(row[1]), row[2]
     if principal != call.asking.principal and not policy.sovereign():
@@ -147,7 +147,7 @@ def stop(call: Call, *, agent: str) -> Any:
         raise Conflict(f"agent {number} is over: {status}")
     if arguments["host"] != contracts.home():
         raise Unavailable(f"agent {number} runs on another machine", hint="stop it there")
-    layer._ledger.intend(call.execution)
+    layer.ledger.intend(call.execution)
     if (box := tending.was_made(layer, number)) is not None:
         try:
             Sandbox.connect(box).kill()
@@ -166,14 +166,14 @@ def propose(layer: Any, execution: Execution, contract: str, branch: str, files:
     with layer.engine.reading() as session:
         changes = list[dict[str, Any]]()
         try:
-            found = layer._catalog.branch(session, branch)
+            found = layer.catalog.branch(session, branch)
         except NotFound:
             return None  # it was discarded meanwhile
         tx = branches.head(layer.engine, session, found)
         epoch = clock(layer.engine, session)[1]
         if tx is not None and found.parent is not None and found.status == "open":
-            policy = layer._catalog.policy(session, layer._me, epoch)
-            changes = branches.diff(layer._catalog, session, epoch, found, policy)
+            policy = layer.catalog.policy(session, layer.my_id, epoch)
+            changes = branches.diff(layer.catalog, session, epoch, found, policy)
     if not changes:
         return None
     rows, policy_changes = _sorted(changes)
@@ -203,7 +203,7 @@ def review(layer: Any, approval: int, principal: str | None = None) -> dict[str,
     rows, policy = _sorted(changes)
     proposed = sum(n for by in asked["rows"].values() for n in by.values()) + len(asked["policy"])
     with layer.engine.reading() as session:
-        last = branches.head(layer.engine, session, layer._catalog.branch(session, name))
+        last = branches.head(layer.engine, session, layer.catalog.branch(session, name))
     moved = row["status"] == "pending" and last != asked["tx"]
     found = _kept(layer, row, principal)
     return {
@@ -219,7 +219,7 @@ def _kept(layer: Any, row: Mapping[str, Any], principal: str | None) -> list[dic
     """Files and artifacts of what is proposed, for whoever may approve it or read steps anyway."""
     engine, resource = layer.engine, f"contract:{row['contract']}"
     with engine.reading() as session:
-        policy = layer._catalog.policy(session, layer._acting(principal), clock(engine, session)[1])
+        policy = layer.catalog.policy(session, layer.id_of(principal), clock(engine, session)[1])
         if policy.outright("approve", resource, "main")[0]:
             rows = session.all(
                 f"select x.kind, {engine.portable('x.detail', 'json')} from {engine.schema_prefix}ledger_step x"
@@ -260,7 +260,7 @@ def merge_approved(call: Call, row: Mapping[str, Any]) -> dict[str, Any]:
     """Merge what was proposed, as whoever approves it. Conflict, and nothing merged, when the branch is another since, or main has moved."""
     layer, name = call.layer, row["branch"]
     why, shown = call.reason or f"approval {row['id']}: merge {name}", row["request"]["tx"]
-    done = branches.merge(layer._ledger, call.execution, name, None, False, why, expect=shown)
+    done = branches.merge(layer.ledger, call.execution, name, None, False, why, expect=shown)
     if not done.applied:
         raise Conflict(
             f"merging branch {name!r} meets {len(done.conflicts)} conflict{'s' if len(done.conflicts) != 1 else ''}; nothing was merged",

@@ -94,7 +94,7 @@ def _check_who(layer: Any, what: str, rule: Mapping[str, Any]) -> None:
         raise Invalid(f"by whom {what} is approved is a list of principals or roles", hint=HINT)
     with layer.engine.reading() as session:
         for one in by or ():
-            layer._catalog.principal(session, one)
+            layer.catalog.principal(session, one)
     if expires is not None and (
         isinstance(expires, bool) or not isinstance(expires, int | float) or not 0 < expires <= LONGEST
     ):
@@ -182,7 +182,7 @@ def of_call(run: Run, rules: Iterable[Mapping[str, Any]], name: str, arguments: 
     except Denied as error:
         if functions.readable(layer, asking.principal):
             raise
-        layer._ledger.denied(run.execution, error)
+        layer.ledger.denied(run.execution, error)
         raise functions.nowhere(name) from None
     bound = function.signature.bind(name, arguments)
     entity = _arguments(name, function.signature)
@@ -194,7 +194,7 @@ def of_call(run: Run, rules: Iterable[Mapping[str, Any]], name: str, arguments: 
     def holding(tx: Tx) -> list[Mapping[str, Any]]:
         return _first(rule for rule in speaking if _holds(rule, tx, entity, stored))
 
-    found: list[Mapping[str, Any]] = layer._ledger.rehearse(run.execution, run.branch, holding)
+    found: list[Mapping[str, Any]] = layer.ledger.rehearse(run.execution, run.branch, holding)
     return found
 
 
@@ -224,7 +224,7 @@ def proposed(layer: Any, execution: int) -> int | None:
 
 def _rows(layer: Any, where: str, params: tuple[Any, ...]) -> list[dict[str, Any]]:
     with layer.engine.reading() as session:
-        found: list[dict[str, Any]] = layer._catalog.rows(session, APPROVAL, MAIN_CHAIN, where, params)
+        found: list[dict[str, Any]] = layer.catalog.rows(session, APPROVAL, MAIN_CHAIN, where, params)
     return found
 
 
@@ -255,9 +255,9 @@ def _write(layer: Any, execution: Execution, name: str, act: Callable[[Tx], Any]
     made = opened(layer, name, shown, asking)
     made.brief = True
     try:
-        return layer._ledger.write(made, "main", act)
+        return layer.ledger.write(made, "main", act)
     finally:
-        layer._ledger.let_go(made)
+        layer.ledger.let_go(made)
 
 
 def _move(tx: Tx, number: int, was: str, status: str, **values: Any) -> None:
@@ -363,7 +363,7 @@ class Asks:
         except LayerError as error:
             status, result = "failed", {"error": {"code": error.code, "message": error.message, "hint": error.hint}}
             if isinstance(error, Denied):
-                self.layer._ledger.denied(self.execution, error, action=row["action"], resource=row["resource"])
+                self.layer.ledger.denied(self.execution, error, action=row["action"], resource=row["resource"])
         try:
             mark(self.layer, self.execution, row["id"], status, "approved", result=result)
         except Conflict:
@@ -375,7 +375,7 @@ class Asks:
         if do == "call":
             return json.loads(run.called(given["function"], given.get("arguments") or {}, key))
         act, rows = _CHANGES[do], given.get("values")
-        ids = self.layer._ledger.write(self.execution, run.branch, lambda tx: act(tx, given), key=key)
+        ids = self.layer.ledger.write(self.execution, run.branch, lambda tx: act(tx, given), key=key)
         for id, row in zip(ids, rows if isinstance(rows, list) else [rows], strict=True):
             run._mutated(do, given["entity"], id, row)
         return {"ids": ids} if isinstance(rows, list) else {"id": ids[0]} if do in ("insert", "upsert") else {"ok": True}  # fmt: skip
@@ -386,7 +386,7 @@ class Asks:
             return row["result"]
         if row["status"] == "failed":
             raise raised(row["result"]["error"]) or LayerError("it failed")
-        who = None if row["answered_by"] is None else self.layer._name_of(row["answered_by"])
+        who = None if row["answered_by"] is None else self.layer.name_of(row["answered_by"])
         said = {"refused": f"{who} has refused to", "expired": "nobody has answered in time to"}.get(row["status"], "nobody is asked any more to")  # fmt: skip
         why = f": {row['answer']}" if row["answer"] else ""
         raise Denied(
@@ -421,17 +421,17 @@ def answer(call: Call, *, id: int, approve: bool, reason: str | None = None) -> 
     if row["status"] != "pending":
         raise Conflict(f"approval {id} is {row['status']} already", hint="layer approvals --all")
     if row["expires"] is not None and row["expires"] <= datetime.now(UTC):
-        layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "expired", answered=now()))
+        layer.ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "expired", answered=now()))
         raise Conflict(f"approval {id} has expired", hint="whoever asked must ask anew")
     if row["action"] != "merge" and _over(layer, row["execution"]):  # whoever looked after it ended before it said so
-        layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "withdrawn"))
+        layer.ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "withdrawn"))
         raise Conflict(f"approval {id} is withdrawn: the box that asked has ended", hint="layer approvals --all")
     values: dict[str, Any] = {"answered_by": call.asking.principal, "answered": now(), "answer": reason or call.reason}
     if not approve:
-        layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "refused", **values))
+        layer.ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "refused", **values))
         return _told(layer, row, "refused")
     if row["action"] != "merge":
-        layer._ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "approved", **values))
+        layer.ledger.write(call.execution, "main", lambda tx: _move(tx, id, "pending", "approved", **values))
         return _told(layer, row, "approved")
     result = _merged(call, row)
 
@@ -439,7 +439,7 @@ def answer(call: Call, *, id: int, approve: bool, reason: str | None = None) -> 
         _move(tx, id, "pending", "approved", **values)
         _move(tx, id, "approved", "done", result=result)
 
-    layer._ledger.write(call.execution, "main", both)
+    layer.ledger.write(call.execution, "main", both)
     return {"approval": id, "status": "done", **result}
 
 
@@ -468,7 +468,7 @@ def _may_answer(call: Call, row: Mapping[str, Any]) -> None:
 def _may_answer_for(call: Call, row: Mapping[str, Any], resource: str, by: list[str] | None) -> None:
     layer, who = call.layer, call.asking.principal
     with layer.engine.reading() as session:
-        policy = layer._catalog.policy(session, who, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, who, clock(layer.engine, session)[1])
         allowed, grants = policy.outright("approve", resource, "main" if row["action"] == "merge" else row["branch"])
         names = _names(layer, session, who) if by else set()
     if allowed and (not by or names & set(by)):
@@ -483,7 +483,7 @@ def _may_answer_for(call: Call, row: Mapping[str, Any], resource: str, by: list[
             rows=[grant.id for grant in grants],
         )
     )
-    layer._ledger.denied(call.execution, error)
+    layer.ledger.denied(call.execution, error)
     if "approval" in layer.schema().by_name:
         raise error
     raise NotFound(f"there is no approval {row['id']}", hint="layer approvals lists them")
@@ -492,7 +492,7 @@ def _may_answer_for(call: Call, row: Mapping[str, Any], resource: str, by: list[
 def _names(layer: Any, session: Session, principal: int) -> set[str]:
     """The names of a principal and of all roles it holds."""
     found = usage.held_by(layer, session, principal)
-    people = layer._catalog.rows(session, SYSTEM.by_name["principal"], MAIN_CHAIN)
+    people = layer.catalog.rows(session, SYSTEM.by_name["principal"], MAIN_CHAIN)
     return {row["name"] for row in people if row["id"] in found}
 
 

@@ -38,7 +38,7 @@ def find(layer: Any, name: str, branch: str = "main") -> dict[str, Any]:
 
 def row_of(layer: Any, entity: str, name: str, branch: str = "main", as_of: int | None = None) -> dict[str, Any]:
     """A row of a system entity by its name, with its version in `_tx`; NotFound when there is none."""
-    catalog, known = layer._catalog, SYSTEM.by_name[entity]
+    catalog, known = layer.catalog, SYSTEM.by_name[entity]
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
 
@@ -59,7 +59,7 @@ def row_of(layer: Any, entity: str, name: str, branch: str = "main", as_of: int 
 
 def row_by_id(layer: Any, entity: str, number: int, branch: str = "main", as_of: int | None = None) -> dict[str, Any]:
     """A row of a system entity by its id, with its version in `_tx`; NotFound when there is none."""
-    catalog, known = layer._catalog, SYSTEM.by_name[entity]
+    catalog, known = layer.catalog, SYSTEM.by_name[entity]
     with layer.engine.reading() as session:
         chain = catalog.chain(session, catalog.branch(session, branch), as_of)
         rows = catalog.rows(session, known, chain, "where x.id = ?", (number,))
@@ -72,7 +72,7 @@ def definer_of(layer: Any, entity: str, row: Mapping[str, Any], branch: str = "m
     """With whose rights a row of a system entity acts."""
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
-        return definer(layer._catalog, session, epoch, SYSTEM.by_name[entity], row, branch)
+        return definer(layer.catalog, session, epoch, SYSTEM.by_name[entity], row, branch)
 
 
 def guard(layer: Any, shaped: Blueprint, *writers: int) -> None:
@@ -88,7 +88,7 @@ def guard(layer: Any, shaped: Blueprint, *writers: int) -> None:
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
         for who in writers:
-            policy = layer._catalog.policy(session, who, epoch)
+            policy = layer.catalog.policy(session, who, epoch)
             if not policy.sovereign():
                 raise Denied(
                     f"{policy.me['name']} may not give a box {what}: only an owner may",

@@ -46,7 +46,7 @@ class Bound(Run):
             self.stand()
         except Denied as error:
             if self.refused is None:
-                self.layer._ledger.denied(self.execution, error, action=name)
+                self.layer.ledger.denied(self.execution, error, action=name)
             self.refused = error
             raise
         if name != "tool":  # what it asks for is asked here once more
@@ -168,7 +168,7 @@ class Bound(Run):
 
     def _denials(self) -> list[dict[str, Any]]:
         """What it was denied, the last thousand."""
-        self.layer._ledger.flush(self.execution)
+        self.layer.ledger.flush(self.execution)
         engine, names = self.layer.engine, ("id", "action", "resource", "reason", "at")
         with engine.reading() as session:
             rows = session.all(

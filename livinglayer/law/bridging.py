@@ -50,7 +50,7 @@ def _named(egress: Iterable[Any]) -> list[str]:
 
 def _reaches(layer: Any, principal: int, names: list[str], living: list[dict[str, Any]]) -> dict[str, str]:
     with layer.engine.reading() as session:
-        policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
         found = {name: _meant(layer, session, policy, name, living) for name in names}
     return {name: id for name, id in found.items() if id is not None}
 
@@ -76,7 +76,7 @@ def _meant(layer: Any, session: Any, policy: Policy, name: str, living: list[dic
 
 def _granters(layer: Any, session: Any, grants: list[Grant]) -> set[int]:
     listed = ", ".join(str(grant.id) for grant in grants)
-    rows = layer._catalog.rows(
+    rows = layer.catalog.rows(
         session, SYSTEM.by_name["permission"], (Level(MAIN, None),), f"where x.id in ({listed})", ()
     )
     return {row["granted_by"] for row in rows}
@@ -101,7 +101,7 @@ def _living(layer: Any) -> list[dict[str, Any]]:
         whose = {json.loads(text or "{}").get("key"): principal for text, principal in rows}
         listed = ", ".join(map(str, sorted(set(whose.values()))))
         names = (
-            {row["id"]: row["name"] for row in layer._catalog.rows(session, people, chain, f"where x.id in ({listed})")}
+            {row["id"]: row["name"] for row in layer.catalog.rows(session, people, chain, f"where x.id in ({listed})")}
             if whose
             else {}
         )

@@ -84,7 +84,7 @@ def by_id(layer: Any, number: int) -> Contract:
     """A contract by its id, or NotFound."""
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
-    found: Contract = layer._catalog._cached(
+    found: Contract = layer.catalog._cached(
         ("contract", number, epoch), lambda: _contract(layer, row_by_id(layer, "contract", number))
     )
     return found
@@ -317,10 +317,10 @@ def create(call: Call, *, contract: str, name: str | None = None, slice: Object 
         raise Invalid(
             f"{name!r:.120} can't be the name of a box", hint="lower-case letters, digits and hyphens, 41 at most"
         )
-    layer._ledger.intend(call.execution)
+    layer.ledger.intend(call.execution)
     made = Making(layer, found, asking.principal, call.branch, slice, name, permissions)
     execution = made.execution(asking, call.execution.id)
-    layer._ledger.intend(execution, lambda tx: record(tx, execution))
+    layer.ledger.intend(execution, lambda tx: record(tx, execution))
     return made.act(execution)
 
 
@@ -333,7 +333,7 @@ def admitted(call: Call, contract: str, branch: str) -> tuple[Contract, list[int
     except Denied as error:
         if "contract" in layer.schema().by_name:
             raise
-        layer._ledger.denied(call.execution, error)  # whoever may not read contracts does not learn that there is one
+        layer.ledger.denied(call.execution, error)  # whoever may not read contracts does not learn that there is one
         raise NotFound(f"there is no contract {contract!r}", hint="select name from contract lists them") from None
     usage.admit(layer, principal, found.id, ("boxes",))
     return found, permissions
@@ -342,7 +342,7 @@ def admitted(call: Call, contract: str, branch: str) -> tuple[Contract, list[int
 def decide(layer: Any, principal: int, contract: Contract, branch: str) -> list[int]:
     """The permission rows that let a principal act under a contract, or Denied."""
     with layer.engine.reading() as session:
-        policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
     resource = f"contract:{contract.name}"
     allowed, grants = policy.outright("call", resource, branch)
     if allowed:
@@ -433,7 +433,7 @@ class Making:
     def execution(self, asking: Any, parent: int | None, fresh: bool = False) -> Execution:
         """The execution that the box is, not recorded yet. A `fresh` branch is not there yet either."""
         scope = {"branch": self.branch, "entities": self.contract.scope}
-        made: Execution = self.layer._ledger.open(
+        made: Execution = self.layer.ledger.open(
             self.principal, scope, "contract", asking.reason, parent, traceparent(asking.trace)
         )
         made.tier = self.shape.tier
@@ -445,7 +445,7 @@ class Making:
         return made
 
     def _branch(self, session: Any) -> int:
-        return int(self.layer._catalog.branch(session, self.branch, open_only=True).id)
+        return int(self.layer.catalog.branch(session, self.branch, open_only=True).id)
 
     def called(self, branch: int | None, state: int) -> dict[str, Any]:
         """What was asked, as columns of the ledger."""
@@ -464,7 +464,7 @@ class Making:
         """Make the box that was intended; what fails is the execution's end, and leaves no box."""
         from . import tending
 
-        ledger, box = self.layer._ledger, None
+        ledger, box = self.layer.ledger, None
         holder = f"maker.{self.key}"
         self.layer.engine.lease(f"{usage.LIVE}{execution.id}", holder, 120.0)
         try:
@@ -506,7 +506,7 @@ class Making:
                 )
             )
         at = now()
-        self.layer._ledger.note(
+        self.layer.ledger.note(
             execution,
             [
                 ("ledger_step", (execution.id, n, kind, json_text("step", detail), at))
@@ -523,7 +523,7 @@ def put_slice(layer: Any, box: Any, reads: Mapping[str, Any], principal: int, br
     """Write what a box may read into a file of it, in the place of the one before; the tx it shows."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "slice.db")
-        tx = slices.write(path, layer._reads, reads, principal, branch, {"layer": layer.id, "at": now()})
+        tx = slices.write(path, layer.reads, reads, principal, branch, {"layer": layer.id, "at": now()})
         with open(path, "rb") as file:
             box.files.write(f"{SLICE}.new", file, mode=0o444, user="root")
         box.files.move(f"{SLICE}.new", SLICE, user="root")

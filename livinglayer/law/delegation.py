@@ -107,7 +107,7 @@ def effective(layer: Any, number: int, given: Mapping[str, Any]) -> Contract:
         parent = replace(parent, reads=contracts.view(layer, parent, said["slice"], branch))
         return replace(within(parent, contracts.by_id(layer, number)), budget=above["budget"])
 
-    found: Contract = layer._catalog._cached(("delegated", given["key"], epoch), make)
+    found: Contract = layer.catalog._cached(("delegated", given["key"], epoch), make)
     return found
 
 
@@ -135,7 +135,7 @@ def _call_of(layer: Any, number: int) -> tuple[int, dict[str, Any], str]:
         row = session.one(f"select contract, {text}, branch from {at}ledger_call where execution = ?", (number,))
         assert row is not None
         main = row[2] in (None, MAIN)
-        return row[0], json.loads(row[1]), "main" if main else layer._catalog.branch_by_id(session, row[2]).name
+        return row[0], json.loads(row[1]), "main" if main else layer.catalog.branch_by_id(session, row[2]).name
 
 
 def _status(layer: Any, number: int) -> tuple[str, Any] | None:
@@ -233,8 +233,8 @@ def _begin(run: Run, contract: Contract, used: Mapping[str, float], name: str, t
         told = agents.begin(call, narrowed, agent, permissions, run.branch, None, slice=slice, parent=execution.id)
     except LayerError as error:
         if made.id is not None:
-            layer._ledger.conclude(made, "failed", {"error": {"code": error.code, "message": error.message}})
-        layer._ledger.let_go(made)
+            layer.ledger.conclude(made, "failed", {"error": {"code": error.code, "message": error.message}})
+        layer.ledger.let_go(made)
         raise
-    layer._ledger.conclude(made, "done", {"value": told["execution"]})
+    layer.ledger.conclude(made, "done", {"value": told["execution"]})
     return int(told["execution"])

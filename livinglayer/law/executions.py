@@ -171,7 +171,7 @@ class Run:
     def refuse(self, name: str, error: LayerError, given: Mapping[str, Any], body: bytes = b"") -> None:
         """Record that something was asked for and not done."""
         if isinstance(error, Denied):
-            self.layer._ledger.denied(self.execution, error, action=name)
+            self.layer.ledger.denied(self.execution, error, action=name)
         if self.before + len(self.steps) < STEPS:
             self.steps.append(("refusal", _refusal(name, given, body, error), now()))
 
@@ -182,7 +182,7 @@ class Run:
         if len(self.draft):
             rows, tx = self._within(sql, params, most), None
         else:
-            rows, tx = self.layer._reads.query_at(
+            rows, tx = self.layer.reads.query_at(
                 sql, params, self.branch, None, self.deciding, None, most, narrow=self.reads
             )
             if self.draft.first_read is None:
@@ -206,7 +206,7 @@ class Run:
             deadline = time.monotonic() + settings.query_seconds
             return engine.inside(tx, sql, params, deadline, most, narrow=canonical(self.reads))
 
-        return list(self.layer._ledger.rehearse(self.execution, self.branch, act))
+        return list(self.layer.ledger.rehearse(self.execution, self.branch, act))
 
     def _on_insert(self, given: _Given) -> Any:
         entity, values = given.text("entity"), given.get("values")
@@ -214,7 +214,7 @@ class Run:
         if not all(isinstance(row, dict) for row in rows):
             raise Invalid(f"a row of {entity!r} is an object of its fields")
         self._room(len(rows))
-        ids = list(self.layer._ledger.reserve(len(rows)))
+        ids = list(self.layer.ledger.reserve(len(rows)))
         self._change([partial(_insert, entity, row, number) for row, number in zip(rows, ids, strict=True)])
         for row, number in zip(rows, ids, strict=True):
             self._mutated("insert", entity, number, row)
@@ -241,7 +241,7 @@ class Run:
             raise Invalid("upsert takes an object of fields, and in `on` the names of those that tell rows apart")
         if len(set(on)) < len(on):
             raise Invalid("upsert has a field twice in `on`")
-        [number], found = self.layer._ledger.reserve(1), list[int]()
+        [number], found = self.layer.ledger.reserve(1), list[int]()
         self._change([partial(_upsert, entity, values, on, number, found)])
         self._mutated("upsert", entity, found[0] if found else None, values)
         return {"id": found[0] if found else None}
@@ -252,7 +252,7 @@ class Run:
             raise LimitExceeded(f"an execution takes at most {STEPS} steps")
 
     def _change(self, changes: Sequence[Callable[[Tx], Any]]) -> None:
-        ledger = self.layer._ledger
+        ledger = self.layer.ledger
         self._room(len(changes))
         if self.atomic:
             self.draft.add(changes, lambda act: ledger.rehearse(self.execution, self.branch, act))
@@ -349,7 +349,7 @@ class Run:
     def _on_me(self, given: _Given) -> Any:
         return {
             "execution": self.execution.id,
-            "principal": self.layer._name_of(self.execution.principal),
+            "principal": self.layer.name_of(self.execution.principal),
             "branch": self.branch,
             "trace": self.execution.trace,
             "reads": None if self.reads is None else sorted(self.reads),

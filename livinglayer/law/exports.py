@@ -26,7 +26,7 @@ _STEP = SYSTEM.by_name["step"]
 def otel(layer: Any, of: int | str, *, principal: int | None = None) -> dict[str, Any]:
     """The trace of an execution, or a trace by its id, as OTLP/JSON: executions are spans, their steps events; NotFound when it may not be read."""
     with layer.engine.reading() as session:
-        ask = Ask(layer, session, layer._me if principal is None else principal, "main", None)
+        ask = Ask(layer, session, layer.my_id if principal is None else principal, "main", None)
         spans = [_span(layer, ask, row, seen) for row, seen in _executions(ask, of)]
     resource = {"attributes": _attributes({"service.name": NAME, f"{NAME}.layer": layer.id})}
     return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": {"name": NAME}, "spans": spans}]}]}
@@ -36,7 +36,7 @@ def cloudevents(layer: Any, of: int | str, *, principal: int | None = None) -> l
     """The ends of executions of a trace and what they emitted, as CloudEvents 1.0; NotFound when it may not be read."""
     found = []
     with layer.engine.reading() as session:
-        ask = Ask(layer, session, layer._me if principal is None else principal, "main", None)
+        ask = Ask(layer, session, layer.my_id if principal is None else principal, "main", None)
         for row, seen in _executions(ask, of):
             about = {
                 "specversion": "1.0", "source": f"/layer/{layer.id}", "subject": f"execution/{row['id']}", "datacontenttype": "application/json",

@@ -99,7 +99,7 @@ def _known(layer: Any, row: Mapping[str, Any], branch: str, as_of: int | None) -
         epoch = clock(layer.engine, session)[1]
 
         def make() -> Function:
-            wrote = definer(layer._catalog, session, epoch, SYSTEM.by_name["function"], row, branch)
+            wrote = definer(layer.catalog, session, epoch, SYSTEM.by_name["function"], row, branch)
             blueprint = (
                 None if row["blueprint"] is None else row_by_id(layer, "blueprint", row["blueprint"], branch, as_of)
             )
@@ -115,7 +115,7 @@ def _known(layer: Any, row: Mapping[str, Any], branch: str, as_of: int | None) -
 
         if as_of is not None or branch != "main":
             return make()
-        known: Function = layer._catalog._cached(("function", row["id"], row["_tx"], epoch), make)
+        known: Function = layer.catalog._cached(("function", row["id"], row["_tx"], epoch), make)
         return known
 
 
@@ -200,7 +200,7 @@ class Raised(LayerError):
 def decide(layer: Any, asking: Asking, function: Function) -> list[int]:
     """The permission rows that allow the call; Denied (or NotFound where nothing may be known) when none do."""
     with layer.engine.reading() as session:
-        policy = layer._catalog.policy(session, asking.principal, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, asking.principal, clock(layer.engine, session)[1])
         resource = f"function:{function.name}"
         allowed, grants = policy.outright("call", resource, asking.branch)
         if allowed and function.rights == "definer" and not function.definer:
@@ -220,7 +220,7 @@ def intent(
 ) -> Execution:
     """An execution of a function, not recorded yet."""
     scope = {"branch": asking.branch, "entities": function.writes}
-    made: Execution = layer._ledger.open(
+    made: Execution = layer.ledger.open(
         asking.principal, scope, "function", asking.reason, asking.parent, traceparent(asking.trace)
     )
     if function.rights == "definer":
@@ -229,7 +229,7 @@ def intent(
     made.tier, made.blueprint = blueprint.tier, None if function.blueprint is None else function.blueprint["name"]
     with layer.engine.reading() as session:
         state = clock(layer.engine, session)[0]
-        branch = MAIN if asking.branch == "main" else layer._catalog.branch(session, asking.branch, open_only=True).id
+        branch = MAIN if asking.branch == "main" else layer.catalog.branch(session, asking.branch, open_only=True).id
     made.call = {
         "verb": "function.call", "function": function.id, "version": function.version, "arguments": json_text("arguments", dict(bound)),
         "branch": branch, "state": state, "contract": asking.contract, "trigger": asking.trigger, "cause_tx": asking.cause_tx,
@@ -255,7 +255,7 @@ def call(layer: Any, name: str, arguments: Mapping[str, Any], asking: Asking) ->
             with layer.engine.snapshot():
                 usage.admit(layer, asking.principal, asking.contract)
                 execution = intent(layer, function, bound, asking, permissions)
-            layer._ledger.intend(execution)
+            layer.ledger.intend(execution)
             outcome = perform(layer, function, bound, execution, asking, request)
             if not isinstance(outcome.error, Conflict) or outcome.run is None or not outcome.run.conflicted:
                 break
@@ -442,7 +442,7 @@ def settle(
     request: str | None,
 ) -> Outcome:
     """Commit what came of it: the draft, the steps, the usage and the outcome in one tx."""
-    execution, ledger = run.execution, layer._ledger
+    execution, ledger = run.execution, layer.ledger
     run.step("return", digest=digest(dumps(value))) if error is None else None
     data = dumps(run.tape) if isinstance(run.tape, dict) else b""
     if ended is not None and function.language in HARNESSED and (run.returned is None or len(data) > TAPE_MOST):
@@ -508,8 +508,8 @@ def readable(layer: Any, principal: int) -> bool:
     """Whether a principal may read functions at all."""
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
-        schema = layer._catalog.schema(session, MAIN_CHAIN, epoch)
-        policy = layer._catalog.policy(session, principal, epoch)
+        schema = layer.catalog.schema(session, MAIN_CHAIN, epoch)
+        policy = layer.catalog.policy(session, principal, epoch)
         return bool(policy.rules("read", schema, schema.by_name["function"], "main").allows)
 
 

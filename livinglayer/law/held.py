@@ -165,7 +165,7 @@ def _of(layer: Any, snapshot: str) -> list[dict[str, Any]]:
     """The blueprints whose boxes begin at a snapshot, whoever's they are."""
     entity = SYSTEM.by_name["blueprint"]
     with layer.engine.reading() as session:
-        catalog = layer._catalog
+        catalog = layer.catalog
         chain = catalog.chain(session, catalog.branch(session, "main"), None)
         rows = catalog.rows(session, entity, chain, f"where x.{entity.by_name['snapshot'].store} = ?", (snapshot,))
     return [dict(row) for row in rows]
@@ -180,7 +180,7 @@ def _missing(called: str) -> NotFound:
 def admitted(layer: Any, principal: int, row: Mapping[str, Any], called: str) -> list[int]:
     """The permission rows that let a principal open boxes of a blueprint; what it kept of its own boxes it may open itself."""
     with layer.engine.reading() as session:
-        policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
     resource = f"box:{row['name']}"
     allowed, grants = policy.outright("call", resource)
     if allowed and _named(layer, principal, row, called) and not any(grant.resource == resource for grant in grants):
@@ -198,7 +198,7 @@ def admitted(layer: Any, principal: int, row: Mapping[str, Any], called: str) ->
     error = policy.refusal("call", resource, grants, named=True)
     if "blueprint" in layer.schema().by_name and _readable(layer, principal, row["id"]):
         raise error
-    layer._ledger.denied(layer._execution(None), error)
+    layer.ledger.denied(layer.execution_by(None), error)
     raise _missing(called)  # whoever may not read blueprints does not learn that there is one
 
 
@@ -210,7 +210,7 @@ def _named(layer: Any, principal: int, row: Mapping[str, Any], called: str) -> b
 
 def _readable(layer: Any, principal: int, number: int) -> bool:
     try:
-        found = layer._reads.query_at("select id from blueprint where id = :id", {"id": number}, "main", None, principal, None, 1)[0]  # fmt: skip
+        found = layer.reads.query_at("select id from blueprint where id = :id", {"id": number}, "main", None, principal, None, 1)[0]  # fmt: skip
     except LayerError:
         return False
     return bool(found)
@@ -218,7 +218,7 @@ def _readable(layer: Any, principal: int, number: int) -> bool:
 
 def _owner(layer: Any, principal: int) -> bool:
     with layer.engine.reading() as session:
-        return bool(layer._catalog.policy(session, principal, clock(layer.engine, session)[1]).sovereign())
+        return bool(layer.catalog.policy(session, principal, clock(layer.engine, session)[1]).sovereign())
 
 
 def taker(layer: Any, snapshot: str) -> int | None:
@@ -234,7 +234,7 @@ def taker(layer: Any, snapshot: str) -> int | None:
 
 def giver(layer: Any, row: Mapping[str, Any]) -> int | None:
     """Who kept a snapshot as this blueprint. Boxes with equal files have equal snapshots: the ledger's taker is but the first."""
-    entity, catalog, at = SYSTEM.by_name["blueprint"], layer._catalog, layer.engine.schema_prefix
+    entity, catalog, at = SYSTEM.by_name["blueprint"], layer.catalog, layer.engine.schema_prefix
     with layer.engine.reading() as session:
         past, wrote, kept = Past(catalog, session, clock(layer.engine, session)[1]), None, None
         for version in past.versions(entity, row["id"], catalog.chain(session, catalog.branch(session, "main"), None)):
@@ -333,7 +333,7 @@ def _intended(layer: Any, execution: Execution, request: Any, key: str | None, s
         tx.finish(execution.id)
         return None
 
-    found: int | None = layer._ledger.submit(run)
+    found: int | None = layer.ledger.submit(run)
     return found
 
 
@@ -359,7 +359,7 @@ def again(layer: Any, execution: int) -> dict[str, Any]:
 def made(layer: Any, executions: Sequence[Execution], found: Sequence[Mapping[str, Any]], values: Mapping[str, Any], **more: Any) -> None:  # fmt: skip
     """Record the boxes that executions have got; from now on others look after them."""
     at = now()
-    with layer._ledger.work() as work:
+    with layer.ledger.work() as work:
         for execution, box in zip(executions, found, strict=True):
             step = {"id": box["id"], "name": box["name"], "tier": box["tier"], "isolation": box["isolation"], **more}
             steps = [("box", step), *(("secret", {"name": name, "use": "injected"}) for name in values)]
@@ -367,7 +367,7 @@ def made(layer: Any, executions: Sequence[Execution], found: Sequence[Mapping[st
             tx.facts_of("ledger_step", [(execution.id, n, kind, json_text("step", detail), at) for n, (kind, detail) in enumerate(steps, 1)])  # fmt: skip
             tx.finish()
     for execution in executions:
-        layer._ledger.let_go(execution)
+        layer.ledger.let_go(execution)
 
 
 def _kept(layer: Any) -> str:
@@ -399,7 +399,7 @@ def shown(layer: Any, found: Mapping[str, Any], names: dict[int, str] | None = N
     """A box as whoever holds it sees it; `names` of principals that are known already. Without a layer they are left out."""
     held, life, names = told(found), found["life"], {} if names is None else names
     if layer is not None and (who := held.get("principal")) is not None and who not in names:
-        names[who] = layer._name_of(who)
+        names[who] = layer.name_of(who)
     until = life["until"]
     return {
         "box": found["id"], "name": found["name"], "state": "paused" if resting(found) else "running", "execution": held.get("execution"),
@@ -589,7 +589,7 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
     kept = {**row, "name": called, "snapshot": taken.id, "annotations": annotations, "description": f"box {found['id']}"}  # fmt: skip
 
     def act(tx: Tx) -> None:
-        known = layer._catalog.rows(tx.session, entity, tx.chain, f"where x.{entity.by_name['name'].store} = ?", (called,))  # fmt: skip
+        known = layer.catalog.rows(tx.session, entity, tx.chain, f"where x.{entity.by_name['name'].store} = ?", (called,))  # fmt: skip
         if known and (known[0].get("snapshot") is None or giver(layer, known[0]) != principal):
             raise Conflict(f"a blueprint {called!r} exists already", hint="another name")
         at = layer.engine.schema_prefix
@@ -600,7 +600,7 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
         tx.record(entity, tx._encoded(entity, values), known[0]["id"] if known else None)
 
     try:
-        layer._ledger.write(call.execution, "main", act)
+        layer.ledger.write(call.execution, "main", act)
     except BaseException:
         if taken.id != found["snapshot"] and not _of(layer, taken.id):
             run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": taken.id}))
@@ -615,7 +615,7 @@ def _anothers(layer: Any, principal: int, name: str) -> bool:
         return False
     entity = SYSTEM.by_name["principal"]
     with layer.engine.reading() as session:
-        rows = layer._catalog.rows(session, entity, MAIN_CHAIN, f"where x.{entity.by_name['name'].store} = ?", (above,))
+        rows = layer.catalog.rows(session, entity, MAIN_CHAIN, f"where x.{entity.by_name['name'].store} = ?", (above,))
     return any(row["id"] != principal for row in rows)
 
 
@@ -627,7 +627,7 @@ def forget(call: Call, *, snapshot: str) -> Any:
     if row.get("snapshot") is None or (giver(layer, row) != principal and not _owner(layer, principal)):
         raise NotFound(f"there is no snapshot {snapshot!r:.120}")
     entity = SYSTEM.by_name["blueprint"]
-    layer._ledger.write(call.execution, "main", lambda tx: tx.erase(entity, row["id"]))
+    layer.ledger.write(call.execution, "main", lambda tx: tx.erase(entity, row["id"]))
     if not _of(layer, row["snapshot"]):
         try:
             run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": row["snapshot"]}))
@@ -640,7 +640,7 @@ def snapshots(layer: Any, principal: int) -> list[dict[str, Any]]:
     """The blueprints that are snapshots of boxes a principal may use, oldest first."""
     entity, owner = SYSTEM.by_name["blueprint"], _owner(layer, principal)
     with layer.engine.reading() as session:
-        catalog = layer._catalog
+        catalog = layer.catalog
         chain = catalog.chain(session, catalog.branch(session, "main"), None)
         rows = catalog.rows(session, entity, chain, f"where x.{entity.by_name['snapshot'].store} is not null")
     found = [dict(row) for row in rows if "snapshot" in (row["annotations"] or {})]
@@ -659,14 +659,14 @@ def fork(call: Call, *, box: str, count: int = 1, timeout: float | None = None) 
     usage.admit(layer, asking.principal, None, ("boxes",), count)
     parent, life = f"b{held['execution']}", found["life"]
     life = {"seconds": life["seconds"] if timeout is None else timeout, "then": life["then"], "wakes": life["wakes"]}
-    layer._ledger.intend(call.execution)
+    layer.ledger.intend(call.execution)
     forks = []
     for _ in range(count):
-        opened = layer._ledger.open(asking.principal, None, "box", call.reason, call.execution.id, traceparent(asking.trace))  # fmt: skip
+        opened = layer.ledger.open(asking.principal, None, "box", call.reason, call.execution.id, traceparent(asking.trace))  # fmt: skip
         key = secrets.token_hex(8)
         forks.append((making.execution(opened, "box.fork", f"held-{key}", key, {"box": found["id"], "timeout": timeout}), key))  # fmt: skip
     executions = [execution for execution, _ in forks]
-    with layer._ledger.work() as work:
+    with layer.ledger.work() as work:
         tx = work.tx(call.execution, bare=True)
         for execution in executions:
             contracts.record(tx, execution, parent)
@@ -683,7 +683,7 @@ def fork(call: Call, *, box: str, count: int = 1, timeout: float | None = None) 
         failure = error if isinstance(error, LayerError) else LayerError(f"{type(error).__name__}: {error}")
         for execution in executions:
             if execution.open:
-                layer._ledger.conclude(execution, "failed", {"error": {"code": failure.code, "message": failure.message, "hint": failure.hint}})  # fmt: skip
+                layer.ledger.conclude(execution, "failed", {"error": {"code": failure.code, "message": failure.message, "hint": failure.hint}})  # fmt: skip
         raise
     _kept(layer)
     return [shown(layer, child) for child in children]

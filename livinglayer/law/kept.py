@@ -45,13 +45,13 @@ class Kept:
 
     def __init__(self, tending: Tending, number: int, id: str | None) -> None:
         self.tending, self.layer, self.number, self.id = tending, tending.layer, number, id
-        self.execution: Execution = self.layer._ledger.resume(number)
+        self.execution: Execution = self.layer.ledger.resume(number)
         call = self.execution.call or {}
         self.given: dict[str, Any] = json.loads(call["arguments"])
         self.contract: int | None = call["contract"]
         with self.layer.engine.reading() as session:
             known = call["branch"] in (None, MAIN)
-            self.branch = "main" if known else self.layer._catalog.branch_by_id(session, call["branch"]).name
+            self.branch = "main" if known else self.layer.catalog.branch_by_id(session, call["branch"]).name
         self.box = None if id is None else Sandbox.connect(id)
         self.channel: Channel | None = None
         self.run: Run = Run(self.layer, self.execution, branch=self.branch, atomic=False)
@@ -252,7 +252,7 @@ class Kept:
             self.layer.engine.release(f"{usage.LIVE}{self.number}", self.tending.id)
         except LayerError as error:
             log.warning("steps of execution %s: %s", self.number, error)
-        self.layer._ledger.let_go(self.execution)
+        self.layer.ledger.let_go(self.execution)
 
     def _tick(self) -> None:
         """One look at the box: what it did and used, whether it may go on."""
@@ -298,7 +298,7 @@ class Kept:
         run = self.run
         for sql in run.stops.queries:
             try:
-                rows, _ = self.layer._reads.query_at(
+                rows, _ = self.layer.reads.query_at(
                     sql, None, self.branch, None, run.deciding, None, 1, narrow=run.reads
                 )
             except LimitExceeded:  # more than one
@@ -405,7 +405,7 @@ class Kept:
         if len(self.run.steps) == first:
             return
         try:
-            self.layer._ledger.note(self.execution, self.run.facts())
+            self.layer.ledger.note(self.execution, self.run.facts())
         except LayerError:
             self.run.flushed = first
             raise
@@ -546,9 +546,9 @@ class Kept:
         row = ("ledger_usage", (self.number, self.execution.principal, self.contract, None, *spent))
         self._withdraw(over=False)  # whoever is killed after it is over is followed by nobody
         try:
-            self.layer._ledger.conclude(self.execution, status, told, facts=[*self.run.facts(), row])
+            self.layer.ledger.conclude(self.execution, status, told, facts=[*self.run.facts(), row])
         except Denied:
-            self.layer._ledger.let_go(self.execution)  # another was quicker
+            self.layer.ledger.let_go(self.execution)  # another was quicker
         self._withdraw(over=True)
         self.ended = True
         self.layer.engine.release(f"{usage.LIVE}{self.number}", self.tending.id)

@@ -31,8 +31,8 @@ def set_(
         raise Invalid("a quota is of a subject (a principal or a role), of a contract, or of both")
     layer = call.layer
     with layer.engine.reading() as session:
-        who = None if subject is None else layer._catalog.principal(session, subject)["id"]
-        rows = layer._catalog.rows(session, QUOTA, MAIN_CHAIN)
+        who = None if subject is None else layer.catalog.principal(session, subject)["id"]
+        rows = layer.catalog.rows(session, QUOTA, MAIN_CHAIN)
     row = {
         "subject": who, "contract": None if contract is None else row_of(layer, "contract", contract)["id"],
         "resource": resource, "seconds": seconds,
@@ -58,8 +58,8 @@ def listed(layer: Any, principal: str | None = None) -> list[dict[str, Any]]:
         principal=principal,
     )
     with layer.engine.reading() as session:
-        people = {row["id"]: row for row in layer._catalog.rows(session, SYSTEM.by_name["principal"], MAIN_CHAIN)}
-        contracts = {row["id"]: row for row in layer._catalog.rows(session, SYSTEM.by_name["contract"], MAIN_CHAIN)}
+        people = {row["id"]: row for row in layer.catalog.rows(session, SYSTEM.by_name["principal"], MAIN_CHAIN)}
+        contracts = {row["id"]: row for row in layer.catalog.rows(session, SYSTEM.by_name["contract"], MAIN_CHAIN)}
     found = []
     for row in rows:
         quota = Quota(*(row[name] for name in ("id", "subject", "contract", "resource", "amount", "seconds")))

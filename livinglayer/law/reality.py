@@ -43,14 +43,14 @@ def fork(
         making = contracts.Making(layer, contract, asking.principal, source, None, child_name, permissions)
         if number is not None and (cut := _arguments(layer, number).get("slice")) is not None:
             making.slice, making.reads = cut, contracts.view(layer, contract, cut, source)
-    layer._ledger.intend(call.execution)
+    layer.ledger.intend(call.execution)
     snapshot = parent.snapshot()
     key = secrets.token_hex(8) if making is None else making.key
     token = None if making is None else contracts.token(layer.id, key)
     (child,) = parent.fork(1, names=[child_name], labels=contracts.labels(layer.id, key), token=token)
     try:
         execution = _execution(call, making, name, child, key)
-        with layer._ledger.work() as work:
+        with layer.ledger.work() as work:
             number_of_branch = branches.forked(work, call.execution, name, source, slice, None, call.reason)
             execution.call = {**(execution.call or {}), "branch": number_of_branch}
             tx = work.tx(execution, bare=True, reason=f"fork box {info['name'] or info['id']} with branch {name}")
@@ -73,7 +73,7 @@ def fork(
     except BaseException:
         child.kill()  # without the branch there is no box
         raise
-    layer._ledger.let_go(execution)
+    layer.ledger.let_go(execution)
     if making is not None and making.sliced:
         contracts.put_slice(layer, child, making.reads, asking.principal, name)
     return {
@@ -87,7 +87,7 @@ def _execution(call: Call, making: contracts.Making | None, branch: str, child: 
     layer = call.layer
     scope = {"branch": branch, "entities": {} if making is None else making.contract.scope}
     kind = "box" if making is None else "contract"
-    made: Execution = layer._ledger.open(
+    made: Execution = layer.ledger.open(
         call.asking.principal, scope, kind, call.reason, call.execution.id, traceparent(call.asking.trace)
     )
     made.tier = child.tier
@@ -133,7 +133,7 @@ def _may_fork(layer: Any, principal: int, info: Mapping[str, Any], number: int |
             row = session.one(f"select principal from {at}ledger_execution where id = ?", (number,))
             if row is not None and row[0] == principal:
                 return
-        policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
     allowed, grants = policy.outright("fork", resource)
     if not allowed:
         raise policy.refusal("fork", resource, grants, "grant", named=True)
@@ -155,9 +155,9 @@ def merge(call: Call, *, name: str, target: str | None = None) -> Any:
             for n, each in enumerate(brought, 1)
         ]
         if call.execution.id is None:  # nothing was there to merge
-            layer._ledger.intend(call.execution)
+            layer.ledger.intend(call.execution)
             facts = [(table, (call.execution.id, *row[1:])) for table, row in facts]
-        layer._ledger.note(call.execution, facts)
+        layer.ledger.note(call.execution, facts)
     return {**vars(done), "artifacts": brought if done.applied else []}
 
 
@@ -165,7 +165,7 @@ def living(layer: Any, branch: str) -> list[tuple[Any, str | None]]:
     """The boxes that were forked with a branch and live, each with the snapshot it began as."""
     at = layer.engine.schema_prefix
     with layer.engine.reading() as session:
-        number = layer._catalog.branch(session, branch).id
+        number = layer.catalog.branch(session, branch).id
         rows = session.all(
             f"select l.execution, l.snapshot from {at}ledger_lineage l where l.branch = ? and l.snapshot is not null",
             (number,),

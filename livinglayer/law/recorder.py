@@ -115,7 +115,7 @@ class Recorder:
 
     def _begin(self, id: str, number: int) -> Line | None:
         try:
-            execution = self.layer._ledger.resume(number)
+            execution = self.layer.ledger.resume(number)
         except (Conflict, NotFound):
             self._over.add(id)
             return None
@@ -176,7 +176,7 @@ class Recorder:
         if len(run.steps) == first:
             return
         try:
-            self.layer._ledger.note(line.execution, run.facts())
+            self.layer.ledger.note(line.execution, run.facts())
         except Denied:  # it is over
             self._drop(line)
             self._over.add(line.id)
@@ -222,13 +222,13 @@ class Recorder:
             facts = [*line.run.facts(), ("ledger_usage", (execution.id, execution.principal, None, None, wall, *spent, 0, now()))]  # fmt: skip
             self.lines.pop(line.id, None)
         try:
-            self.layer._ledger.conclude(execution, status, told, facts=facts)
+            self.layer.ledger.conclude(execution, status, told, facts=facts)
         except Denied:
-            self.layer._ledger.let_go(execution)  # another was quicker
+            self.layer.ledger.let_go(execution)  # another was quicker
 
     def _drop(self, line: Line) -> None:
         self.lines.pop(line.id, None)
-        self.layer._ledger.let_go(line.execution)
+        self.layer.ledger.let_go(line.execution)
 
     def _open(self) -> Any:
         from .tending import open_boxes
@@ -254,7 +254,7 @@ class Recorder:
             elif (datetime.now(UTC) - started).total_seconds() > YOUNG:
                 error = {"code": "error", "message": "the box was never made: whoever made it ended before it was", "hint": None}  # fmt: skip
                 try:
-                    self._end(self.layer._ledger.resume(number), "failed", {"error": error})
+                    self._end(self.layer.ledger.resume(number), "failed", {"error": error})
                 except Conflict:
                     pass
 

@@ -266,11 +266,11 @@ def _whole(layer: Any, number: int, principal: int) -> Record:
             f"select x.principal, c.function from {at}ledger_execution x left join {at}ledger_call c on c.execution = x.id where x.id = ?",
             (number,),
         )
-        policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
     if row is None or (row[0] != principal and not policy.sovereign()):
         raise NotFound(f"there is no execution {number} that you may run again", hint="only who ran it and owners may")
     record = read_record(
-        lambda sql: layer._reads.query(sql, {"e": number}, "main", None, OWNER, None, None, True), number
+        lambda sql: layer.reads.query(sql, {"e": number}, "main", None, OWNER, None, None, True), number
     )
     if row[1] is None or record.row["kind"] != "function":
         what = record.row["verb"] or record.row["kind"]
@@ -407,7 +407,7 @@ class Again(Run):
         """Rows as they were at a step's tx."""
         step = self.expected[0]
         try:
-            rows, _ = self.layer._reads.query_at(
+            rows, _ = self.layer.reads.query_at(
                 sql,
                 params,
                 self.before_fork,
@@ -661,7 +661,7 @@ def _verify(call: Call, *, execution: int) -> Any:
     if record.detail("command", "reason") or _lost(layer, record):  # running it would tell nothing
         return Verdict(record.id, "not deterministic", None, None, tuple(uncontrolled(layer, record, function))).plain()
     usage.admit(layer, call.asking.principal, call.asking.contract)
-    layer._ledger.intend(made)
+    layer.ledger.intend(made)
     run = Again(layer, made, record, function, str(row["branch"]))
     bound = function.signature.bind(function.name, row["arguments"] or {})
     with _recording(layer, record) as recording:
@@ -672,7 +672,7 @@ def _verify(call: Call, *, execution: int) -> Any:
     if ran.error is None:
         run.steps.append(("return", {"digest": digest(dumps(ran.value))}, now()))
     facts = [*run.facts(), usage.fact(run, function, call.asking, ran.ended, ran.seconds)]
-    layer._ledger.conclude(made, "done", {"value": verdict}, facts=facts)
+    layer.ledger.conclude(made, "done", {"value": verdict}, facts=facts)
     return verdict
 
 
@@ -802,7 +802,7 @@ def _fork(
     usage.admit(layer, own.principal, own.contract)
     made = functions.intent(layer, function, bound, own, permissions)
     made.call = {**(made.call or {}), "seed": row["seed"]}
-    layer._ledger.intend(made)
+    layer.ledger.intend(made)
     run = Again(layer, made, record, function, branch, until=at)
     with _recording(layer, record, at) as recording:
         ran = _run(layer, run, bound, recording)
@@ -824,7 +824,7 @@ def _may_see(layer: Any, record: Record, function: Function, at: int, principal:
     if function.rights != "definer" or principal == function.definer or not any(s.n < at for s in record.of(*ASKED)):
         return
     with layer.engine.reading() as session:
-        if not layer._catalog.policy(session, principal, clock(layer.engine, session)[1]).sovereign():
+        if not layer.catalog.policy(session, principal, clock(layer.engine, session)[1]).sovereign():
             raise Denied(
                 f"what {function.name} was told before step {at} it was told with the rights of its definer",
                 hint="fork at step 1, or leave its code as it is",

@@ -319,7 +319,7 @@ def set(
 ) -> int:  # fmt: skip
     """Keep a value under a name, or give a name another value, in one tx; returns the row's id. Nothing gives it back."""
     check(name, value)
-    with layer._tx(principal, branch, reason or f"set secret {name}") as tx:
+    with layer.in_tx(principal, branch, reason or f"set secret {name}") as tx:
         return put(tx, layer.id, name, value, description)
 
 
@@ -368,7 +368,7 @@ def remove(
     layer: Any, name: str, *, principal: str | None = None, branch: str = "main", reason: str | None = None
 ) -> None:
     """Take a secret away. Its sealed versions stay in history until they are pruned or their key is forgotten."""
-    with layer._tx(principal, branch, reason or f"remove secret {name}") as tx:
+    with layer.in_tx(principal, branch, reason or f"remove secret {name}") as tx:
         number = _find(tx, name)
         if number is None:
             raise _nowhere(name)
@@ -382,8 +382,8 @@ def _nowhere(name: str) -> NotFound:
 def describe(layer: Any, *, branch: str = "main", principal: str | None = None) -> list[dict[str, Any]]:
     """The secrets a principal may read of: name, description, when and by whom the value was set, when it was used last."""
     rows = layer.query("select id, name, description from secret order by name", branch=branch, principal=principal)
-    number = layer._acting(principal)
-    engine, catalog = layer.engine, layer._catalog
+    number = layer.id_of(principal)
+    engine, catalog = layer.engine, layer.catalog
     with engine.reading() as session:
         epoch = clock(engine, session)[1]
         policy, chain = catalog.policy(session, number, epoch), catalog.chain(session, catalog.branch(session, branch))
@@ -431,7 +431,7 @@ def describe(layer: Any, *, branch: str = "main", principal: str | None = None) 
 
 def keys(layer: Any) -> list[dict[str, Any]]:
     """The keys of the ring, by name: when each was made, and which one seals."""
-    layer._only_owner("see which keys there are")
+    layer.only_owner("see which keys there are")
     ring = load(layer.id)
     return [{"key": name, "made": made, "current": name == ring.current} for name, made in ring.made.items()]
 
@@ -441,9 +441,9 @@ def rotate_key(layer: Any, *, principal: str | None = None, reason: str | None =
 
     History keeps what it has, and the ring keeps the keys before for it until `forget_key`.
     """
-    execution = layer._execution(principal)
+    execution = layer.execution_by(principal)
     undumpable()
-    with layer._ledger.work() as work:
+    with layer.ledger.work() as work:
         _owners_only(work, execution, "rotate the key of secrets")
         path = key_file(layer.id)
         with _writing(path):
@@ -480,8 +480,8 @@ def _told_where(ring: Ring, row: Mapping[str, Any], branch: str) -> str:
 
 def forget_key(layer: Any, key: str, *, principal: str | None = None, reason: str | None = None) -> dict[str, Any]:
     """Destroy a key that seals nothing any more. Versions it sealed, in history and in backups, can never be read again."""
-    execution = layer._execution(principal)
-    with layer._ledger.work() as work:
+    execution = layer.execution_by(principal)
+    with layer.ledger.work() as work:
         _owners_only(work, execution, "forget a key of secrets")
         path = key_file(layer.id)
         if not path.exists():
@@ -659,7 +659,7 @@ def readable(
 def _opened(
     layer: Any, names: Iterable[str], execution: Execution, principal: int | None, branch: str | None, as_of: int | None, use: str
 ) -> Opened:  # fmt: skip
-    if not isinstance(execution, Execution) or execution not in layer._ledger.executions or not execution.open:
+    if not isinstance(execution, Execution) or execution not in layer.ledger.executions or not execution.open:
         raise Denied("secrets are opened for an open execution only")
     asked = execution.principal if principal is None else principal
     with layer.engine.reading() as session:
@@ -690,7 +690,7 @@ def _reading(layer: Any, session: Any) -> Iterator[Any]:
 
 
 def _policy(layer: Any, session: Any, principal: int) -> Policy:
-    found: Policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+    found: Policy = layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
     return found
 
 
@@ -710,8 +710,8 @@ def _open(
     policy = _policy(layer, session, principal)
     for name in wanted:
         _may_use(layer, policy, name, branch)
-    chain = layer._catalog.chain(session, layer._catalog.branch(session, branch), as_of)
-    rows = {row["name"]: row for row in layer._catalog.rows(session, SECRET, chain)}
+    chain = layer.catalog.chain(session, layer.catalog.branch(session, branch), as_of)
+    rows = {row["name"]: row for row in layer.catalog.rows(session, SECRET, chain)}
     for name in wanted:
         if name not in rows:
             raise NotFound(f"there is no secret {name!r}", hint=f"layer secret set {name}")

@@ -128,7 +128,7 @@ def _sees(layer: Any, principal: int, row: Mapping[str, Any]) -> bool:
 
 def _rows(layer: Any) -> list[dict[str, Any]]:
     with layer.engine.reading() as session:
-        catalog = layer._catalog
+        catalog = layer.catalog
         chain = catalog.chain(session, catalog.branch(session, "main"), None)
         column = BLUEPRINT.by_name["annotations"].store
         return [dict(row) for row in catalog.rows(session, BLUEPRINT, chain, f"where x.{column} is not null")]
@@ -136,7 +136,7 @@ def _rows(layer: Any) -> list[dict[str, Any]]:
 
 def _policy(layer: Any, principal: int) -> Any:
     with layer.engine.reading() as session:
-        return layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+        return layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
 
 
 def changes(layer: Any, principal: int, row: Mapping[str, Any]) -> bool:
@@ -202,7 +202,7 @@ def create(
         _record(tx, {**row, "annotations": annotations}, there)
         return {"template": annotations["template"]["id"], "build": build, "name": called, "tags": wanted}
 
-    made = layer._ledger.write(call.execution, "main", act)
+    made = layer.ledger.write(call.execution, "main", act)
     _drop(forgotten)
     return made
 
@@ -239,7 +239,7 @@ def _kept(annotations: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(layer: Any, tx: Tx, name: str) -> dict[str, Any] | None:
-    rows = layer._catalog.rows(
+    rows = layer.catalog.rows(
         tx.session, BLUEPRINT, tx.chain, f"where x.{BLUEPRINT.by_name['name'].store} = ?", (name,)
     )
     return dict(rows[0]) if rows else None
@@ -364,7 +364,7 @@ def build(
     origin = _opened(layer, principal, parent) if parent else None
     about = ((origin or {}).get("annotations") or {}).get("template") or {}
     plan = Plan.of(steps or [], uploads(principal), about.get("user") or "user", about.get("cwd") or "/home/user")
-    layer._ledger.intend(call.execution)
+    layer.ledger.intend(call.execution)
     _begin(layer, call, row["name"], build)
     making = Making(layer, call, row, build, plan, Log(layer, call.execution))
     try:
@@ -412,7 +412,7 @@ def _begin(layer: Any, call: Call, name: str, build: str) -> None:
             raise Conflict(f"build {build!r} was started already", hint="ask for a new build of the template")
         _annotate(tx, there, builds={**builds(there), build: {**entry, "execution": call.execution.id}})
 
-    layer._ledger.write(call.execution, "main", act)
+    layer.ledger.write(call.execution, "main", act)
 
 
 def _annotate(tx: Tx, there: Mapping[str, Any], **more: Any) -> None:
@@ -448,7 +448,7 @@ class Log:
         if waiting:
             number = self._execution.id
             facts = [("ledger_step", (number, n, "log", detail, at)) for n, (detail, at) in enumerate(waiting, first)]
-            self._layer._ledger.note(self._execution, facts)
+            self._layer.ledger.note(self._execution, facts)
 
 
 class Making:
@@ -476,7 +476,7 @@ class Making:
             _forget({"do": "image.remove", "name": base})
         self.step = "finalize"
         started = self._start(start, ready, {**env, **self.plan.env})
-        self.layer._ledger.write(self.call.execution, "main", lambda tx: self._finish(tx, env, started))
+        self.layer.ledger.write(self.call.execution, "main", lambda tx: self._finish(tx, env, started))
         self.log.add(f"template {self.row['name']} is built")
         return {"template": self.template, "build": self.build, "image": self.image}
 
@@ -698,7 +698,7 @@ def status(layer: Any, row: Mapping[str, Any], build: str, offset: int = 0, limi
 def _gone(layer: Any, runner: str | None) -> bool:
     if runner is None or runners.dead(runner):
         return True
-    mine = getattr(layer._ledger.runner, "id", None)
+    mine = getattr(layer.ledger.runner, "id", None)
     return runner != mine and not any(lease.name == f"runner/{runner}" for lease in layer.engine.leases("runner/"))
 
 
@@ -745,7 +745,7 @@ def tag(call: Call, *, target: str, tags: Items) -> Any:
             place(layer, tx, str(there["name"]), one, builds(there)[build]["made"])
         return {"build": build, "tags": wanted}
 
-    return layer._ledger.write(call.execution, "main", act)
+    return layer.ledger.write(call.execution, "main", act)
 
 
 @verb("template.untag")
@@ -769,7 +769,7 @@ def untag(call: Call, *, template: str, tags: Items) -> Any:
             elif (tagged := _named(layer, tx, f"{row['name']}:{one}")) is not None:
                 tx.erase(BLUEPRINT, tagged["id"])
 
-    layer._ledger.write(call.execution, "main", act)
+    layer.ledger.write(call.execution, "main", act)
 
 
 @verb("template.change")
@@ -783,7 +783,7 @@ def change(call: Call, *, template: str, public: bool) -> Any:
             about = {**known["annotations"]["template"], "public": public}
             _record(tx, {"annotations": {**known["annotations"], "template": about}}, known)
 
-    layer._ledger.write(call.execution, "main", act)
+    layer.ledger.write(call.execution, "main", act)
     return {"name": row["name"], "public": public}
 
 
@@ -798,7 +798,7 @@ def remove(call: Call, *, template: str) -> Any:
         for known in _family(layer, tx, row["name"]):
             tx.erase(BLUEPRINT, known["id"])
 
-    layer._ledger.write(call.execution, "main", act)
+    layer.ledger.write(call.execution, "main", act)
     _drop(images)
     return {"removed": row["name"]}
 

@@ -190,7 +190,7 @@ def open_boxes(layer: Any, held: bool | None = None) -> Iterator[tuple[int, str,
         engine.portable("c.arguments", "json"),
         engine.portable("x.started", "datetime"),
     )
-    floors: dict[bool | None, int] = layer._ledger.__dict__.setdefault("floors", {})
+    floors: dict[bool | None, int] = layer.ledger.__dict__.setdefault("floors", {})
     with engine.reading() as session:
         last = session.one(f"select max(id) from {at}ledger_lineage")
         rows = session.all(
@@ -219,7 +219,7 @@ def known_keys(layer: Any) -> set[str]:
 
 def of(layer: Any) -> Tending:
     """What this process looks after of a layer; made at its first use."""
-    ledger = layer._ledger
+    ledger = layer.ledger
     with ledger._mutex:
         found: Tending | None = getattr(ledger, "tending", None)
         if found is None or found._stop.is_set():

@@ -56,7 +56,7 @@ def create(
     if expires is not None and expires <= datetime.now(UTC):
         raise Invalid(f"a token that ended at {expires.isoformat()} is good for nothing")
     text = KINDS[kind] + secrets.token_hex(20)
-    with layer._tx(None, "main", reason or f"token {name} of {principal}") as tx:
+    with layer.in_tx(None, "main", reason or f"token {name} of {principal}") as tx:
         number = tx._having(PRINCIPAL, [PRINCIPAL.by_name["name"]], [principal], None)
         if not tx.policy.sovereign() and number != tx.execution.principal:
             raise Denied(f"{tx.policy.me['name']} may not make tokens of {principal}: only an owner may")
@@ -77,7 +77,7 @@ def prove(layer: Any, text: str) -> Proven:
 
         def having(entity: Any, field: str, value: Any) -> list[dict[str, Any]]:
             column = "id" if field == "id" else entity.by_name[field].store
-            return list(layer._catalog.rows(session, entity, MAIN_CHAIN, f"where x.{column} = ?", (value,)))
+            return list(layer.catalog.rows(session, entity, MAIN_CHAIN, f"where x.{column} = ?", (value,)))
 
         rows = having(TOKEN, "hash", hashed)
         row = rows[0] if rows else None
@@ -94,8 +94,8 @@ def prove(layer: Any, text: str) -> Proven:
 
 def revoke(layer: Any, number: int, reason: str | None = None) -> None:
     """End a token: one's own, or anybody's when an owner asks."""
-    with layer._tx(None, "main", reason or f"revoke token {number}") as tx:
-        rows = layer._catalog.rows(tx.session, TOKEN, MAIN_CHAIN, "where x.id = ?", (number,))
+    with layer.in_tx(None, "main", reason or f"revoke token {number}") as tx:
+        rows = layer.catalog.rows(tx.session, TOKEN, MAIN_CHAIN, "where x.id = ?", (number,))
         if not rows or not (tx.policy.sovereign() or rows[0]["principal"] == tx.execution.principal):
             raise NotFound(f"there is no token {number}", hint="layer token list")
         if rows[0]["revoked"] is None:
@@ -107,8 +107,8 @@ def redeem(layer: Any, text: str) -> int:
     proven = prove(layer, text)
     if proven.kind != "login" or proven.token is None:
         raise nobody()
-    with layer._tx(None, "main", f"sign-in link of {proven.name} is used") as tx:
-        (row,) = layer._catalog.rows(tx.session, TOKEN, MAIN_CHAIN, "where x.id = ?", (proven.token,))
+    with layer.in_tx(None, "main", f"sign-in link of {proven.name} is used") as tx:
+        (row,) = layer.catalog.rows(tx.session, TOKEN, MAIN_CHAIN, "where x.id = ?", (proven.token,))
         if row["revoked"] is not None:
             raise nobody()
         tx.record(TOKEN, tx._encoded(TOKEN, {"revoked": datetime.now(UTC)}, partial=True), proven.token)
@@ -118,10 +118,10 @@ def redeem(layer: Any, text: str) -> int:
 def known(layer: Any) -> list[dict[str, Any]]:
     """The tokens a handle's principal may know of: its own, an owner everybody's; never what proves anything."""
     with layer.engine.reading() as session:
-        sovereign = layer._mine(session).sovereign()
+        sovereign = layer.my_policy(session).sovereign()
         where = "" if sovereign else f"where x.{TOKEN.by_name['principal'].store} = ?"
-        rows = layer._catalog.rows(session, TOKEN, MAIN_CHAIN, where, () if sovereign else (layer._me,))
-        names = {row["id"]: row["name"] for row in layer._catalog.rows(session, PRINCIPAL, MAIN_CHAIN)}
+        rows = layer.catalog.rows(session, TOKEN, MAIN_CHAIN, where, () if sovereign else (layer.my_id,))
+        names = {row["id"]: row["name"] for row in layer.catalog.rows(session, PRINCIPAL, MAIN_CHAIN)}
     hidden = ("hash", "_tx")
     return [
         {**{k: v for k, v in row.items() if k not in hidden}, "principal": names.get(row["principal"])} for row in rows
@@ -130,7 +130,7 @@ def known(layer: Any) -> list[dict[str, Any]]:
 
 def signed_in(layer: Any, how: str, outcome: Outcome, principal: int | None, **more: Any) -> None:
     """Keep that somebody proved who they are, or could not."""
-    with layer._tx(None, "main", f"sign-in by {how}: {outcome}") as tx:
+    with layer.in_tx(None, "main", f"sign-in by {how}: {outcome}") as tx:
         tx.record(SIGN_IN, tx._encoded(SIGN_IN, {"principal": principal, "how": how, "outcome": outcome, **more}))
 
 

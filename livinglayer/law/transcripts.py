@@ -59,11 +59,11 @@ def _whole(layer: Any, number: int, principal: int) -> Record:
     """The record of an agent, for whoever had it run and for owners: what it was told was told with their rights."""
     with layer.engine.reading() as session:
         row = session.one(f"select principal from {layer.engine.schema_prefix}ledger_execution where id = ?", (number,))
-        policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
     if row is None or (row[0] != principal and not policy.sovereign()):
         raise NotFound(f"there is no agent {number} that you may run again", hint="only who ran it and owners may")
     record = read_record(
-        lambda sql: layer._reads.query(sql, {"e": number}, "main", None, OWNER, None, None, True), number
+        lambda sql: layer.reads.query(sql, {"e": number}, "main", None, OWNER, None, None, True), number
     )
     if not isinstance((record.row["arguments"] or {}).get("agent"), Mapping):
         raise Invalid(
@@ -138,5 +138,5 @@ def _state(layer: Any, record: Record, asked: Step | None) -> int:
     """The tx that its branch was at when its model was asked."""
     with layer.engine.reading() as session:
         last = clock(layer.engine, session)[0]
-        at = record.row["state"] if asked is None else layer._catalog.moment(session, _began(asked), last)
+        at = record.row["state"] if asked is None else layer.catalog.moment(session, _began(asked), last)
     return max(int(at), int(record.row["state"]), 1)

@@ -102,8 +102,8 @@ def known(layer: Any, session: Session, as_of: int | None = None) -> list[Trigge
 
     def make() -> list[Trigger]:
         found = []
-        for row in layer._catalog.rows(session, SYSTEM.by_name["trigger"], layer._catalog.chain(session, MAIN, as_of)):
-            wrote = definer(layer._catalog, session, epoch, SYSTEM.by_name["trigger"], row)
+        for row in layer.catalog.rows(session, SYSTEM.by_name["trigger"], layer.catalog.chain(session, MAIN, as_of)):
+            wrote = definer(layer.catalog, session, epoch, SYSTEM.by_name["trigger"], row)
             given = {each.name: row[each.name] for each in fields(Trigger) if each.name in row}
             given |= {"branch": row["branch"] or "main", "enabled": row["enabled"] is not False, "wrong": _wrong(row)}
             found.append(Trigger(**given, version=row["_tx"], principal=wrote))
@@ -111,7 +111,7 @@ def known(layer: Any, session: Session, as_of: int | None = None) -> list[Trigge
 
     if as_of is not None and as_of < epoch:
         return make()
-    triggers: list[Trigger] = layer._catalog._cached(("triggers", epoch), make)
+    triggers: list[Trigger] = layer.catalog._cached(("triggers", epoch), make)
     return triggers
 
 
@@ -226,7 +226,7 @@ def arguments(trigger: Trigger, signature: Signature, told: Mapping[str, Any]) -
 
 def queue(layer: Any, firings: Sequence[Firing]) -> list[int]:
     """Commit what triggers ask for, each once, with one commit; the ids of those that are new."""
-    ledger, made = layer._ledger, list[int]()
+    ledger, made = layer.ledger, list[int]()
     if not firings:
         return made
     with layer.engine.reading() as session:
@@ -297,7 +297,7 @@ def _prepared(layer: Any, firing: Firing, known: dict[tuple[int, int], tuple[Fun
         return functions.intent(layer, function, bound, asking, permissions)
     except LayerError as error:
         firing.refused = firing.refused or error
-    made: Execution = layer._ledger.open(
+    made: Execution = layer.ledger.open(
         trigger.principal, {}, "function", asking.reason, None, traceparent(asking.trace)
     )
     made.call = {
@@ -456,7 +456,7 @@ class Feed:
             branches.setdefault(each.branch, []).append(each)
         for name, here in branches.items():
             try:
-                branch = self.layer._catalog.branch(session, name)
+                branch = self.layer.catalog.branch(session, name)
             except NotFound:
                 continue
             found += self._changes(session, branch, [each for each in here if each.on_entity], first, last)
@@ -580,7 +580,7 @@ class Feed:
 
     def _last_time(self, session: Session, trigger: Trigger) -> datetime:
         """The last time that was fired, or from which on the trigger is as it is."""
-        since = self.layer._catalog.time_of(session, trigger.version)
+        since = self.layer.catalog.time_of(session, trigger.version)
         if trigger.id not in self._times:
             noted = [
                 value
@@ -603,8 +603,8 @@ class Feed:
 def _reads_results(layer: Any, session: Session, principal: int) -> bool:
     """Whether a principal may read what executions gave, of everybody."""
     epoch = clock(layer.engine, session)[1]
-    schema = layer._catalog.schema(session, MAIN_CHAIN, epoch)
-    policy = layer._catalog.policy(session, principal, epoch)
+    schema = layer.catalog.schema(session, MAIN_CHAIN, epoch)
+    policy = layer.catalog.policy(session, principal, epoch)
     rules = policy.rules("read", schema, SYSTEM.by_name["execution"], "main")
     whole = any(not where and (g.fields is None or "result" in g.fields) for g, where in rules.allows)
     return whole and not rules.denies
@@ -615,13 +615,13 @@ class _Moment:
 
     def __init__(self, layer: Any, session: Session, branch: Branch, tx: int, epoch: int) -> None:
         self.layer, self.session, self.branch, self.tx, self.epoch = layer, session, branch, tx, epoch
-        catalog = layer._catalog
+        catalog = layer.catalog
         current = tx >= epoch  # what the schema is now
         chain = MAIN_CHAIN if branch.id == MAIN else catalog.chain(session, branch)
         self.schema: Schema = catalog.schema(session, chain if current else catalog.chain(session, branch, tx), epoch)
 
     def row(self, entity: Entity, number: int, tx: int) -> dict[str, Any] | None:
-        catalog = self.layer._catalog
+        catalog = self.layer.catalog
         table = catalog.table(self.session, entity.store, self.epoch)
         found = table.get(self.session, catalog.chain(self.session, self.branch, tx), number)
         return None if found is None else table.named(entity, found.values, number)
@@ -642,7 +642,7 @@ class _Moment:
 
     def matches(self, trigger: Trigger, entity: Entity, number: int, op: str) -> bool:
         """Whether the change is one the trigger speaks of, as far as whoever wrote it may read the row."""
-        policy, tx = self.layer._catalog.policy(self.session, trigger.principal, self.epoch), self.tx - (op == "d")
+        policy, tx = self.layer.catalog.policy(self.session, trigger.principal, self.epoch), self.tx - (op == "d")
         sees = policy.rules("read", self.schema, entity, self.branch.name).everything
         if sees and trigger.predicate is None and (op != "u" or trigger.on_fields is None):
             return True
@@ -743,7 +743,7 @@ def _enable(call: Call, *, name: str, enabled: bool = True) -> Any:
 @verb("execution.retry")
 def _retry(call: Call, *, id: int) -> Any:
     """Queue an execution that failed once more, as whoever asks for it; gives the new one's id."""
-    layer, ledger, at = call.layer, call.layer._ledger, call.layer.engine.schema_prefix
+    layer, ledger, at = call.layer, call.layer.ledger, call.layer.engine.schema_prefix
     if not layer.query("select id from execution where id = :id", {"id": id}):
         raise NotFound(f"there is no execution {id}", hint="layer executions")
     given = layer.engine.portable("c.arguments", "json")
@@ -757,7 +757,7 @@ def _retry(call: Call, *, id: int) -> Any:
             raise NotFound(f"there is no execution {id} that could be tried again")
         status, function, given, branch, trigger, cause, contract, trace = row
         fired = by_id(layer, session, trigger)
-        name = "main" if branch in (None, MAIN) else layer._catalog.branch_by_id(session, branch).name
+        name = "main" if branch in (None, MAIN) else layer.catalog.branch_by_id(session, branch).name
     if status in (None, "done", "duplicate"):
         raise Conflict(f"execution {id} is {status or 'not over'}", hint="only what failed is tried again")
     if function is None and fired is None:

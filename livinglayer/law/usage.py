@@ -110,7 +110,7 @@ def admit(layer: Any, principal: int, contract: int | None, resources: tuple[str
 
 def quotas(layer: Any, principal: int, contract: int | None) -> tuple[Quota, ...]:
     """The quotas that speak of a principal, of a role it holds or of a contract; kept until one of them changes."""
-    catalog = layer._catalog
+    catalog = layer.catalog
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
 
@@ -134,7 +134,7 @@ def quotas(layer: Any, principal: int, contract: int | None) -> tuple[Quota, ...
 
 def held_by(layer: Any, session: Any, principal: int) -> frozenset[int]:
     """A principal and every role it holds, directly or through another."""
-    rows = layer._catalog.rows(session, SYSTEM.by_name["membership"], MAIN_CHAIN)
+    rows = layer.catalog.rows(session, SYSTEM.by_name["membership"], MAIN_CHAIN)
     found, frontier = {principal}, [principal]
     while frontier:
         member = frontier.pop()
@@ -197,7 +197,7 @@ def _running(layer: Any, quota: Quota, principal: int) -> float:
     if quota.resource == "executions":
         total += sum(
             execution.kind == "function" and execution.open
-            for execution in list(layer._ledger.executions)
+            for execution in list(layer.ledger.executions)
             if counts(execution.principal, (execution.call or {}).get("contract"))
         )
     return total
@@ -255,7 +255,7 @@ def _over(layer: Any, quota: Quota, principal: int, used: float) -> LimitExceede
 
 def _whose(layer: Any, quota: Quota, principal: int) -> str:
     if quota.subject is not None:
-        return f"{layer._name_of(principal)} has used"
+        return f"{layer.name_of(principal)} has used"
     return "everybody together has used" if quota.contract is None else "the contract has used"
 
 

@@ -89,7 +89,7 @@ class Call:
     def __init__(self, layer: Any, execution: Execution, asking: Asking) -> None:
         self.asking, self.execution = asking, execution
         self.layer = copy.copy(layer)  # the same layer, acting as whoever calls and in this execution alone
-        self.layer._me = asking.principal
+        self.layer.my_id = asking.principal
         self.layer._execution = lambda principal=None: execution
         self.branch, self.reason = asking.branch, asking.reason
 
@@ -136,7 +136,7 @@ def call(
     runner: str | None = None,
 ) -> Any:
     """Do what a verb or a function does, as a principal: what it gives, or the error that is recorded too."""
-    who = layer._me if principal is None else principal
+    who = layer.my_id if principal is None else principal
     asking = Asking(who, branch, parent, cause_tx, trigger, contract, key, trace, reason, runner=runner)
     found = VERBS.get(name)
     if found is not None:
@@ -207,7 +207,7 @@ def _once(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, key
             return json.loads(row[1])
         result = _do(layer, found, bound, asking)
         kept = json_text("result", None if found.told_once else json.loads(dumps(result)))
-        layer._ledger.note(layer._running(who), [("ledger_key", (who, key, digest, kept))])
+        layer.ledger.note(layer.execution_of(who), [("ledger_key", (who, key, digest, kept))])
         return result
 
 
@@ -242,21 +242,21 @@ def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> A
         _conclude(layer, execution, LayerError(said))
         raise
     if execution.brief and execution.id is not None:
-        layer._ledger.let_go(execution)
+        layer.ledger.let_go(execution)
     elif execution.open:
         kept = dumps(result)  # a Decimal is a text in there
-        layer._ledger.conclude(execution, "done", {"value": json.loads(kept)} if len(kept) < 65536 else None)
+        layer.ledger.conclude(execution, "done", {"value": json.loads(kept)} if len(kept) < 65536 else None)
     return result
 
 
 def opened(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking) -> Execution:
-    made: Execution = layer._ledger.open(
+    made: Execution = layer.ledger.open(
         asking.principal, None, "verb", asking.reason, asking.parent, traceparent(asking.trace)
     )
     with layer.engine.reading() as session:
         state = clock(layer.engine, session)[0]
         try:
-            branch = MAIN if asking.branch == "main" else layer._catalog.branch(session, asking.branch).id
+            branch = MAIN if asking.branch == "main" else layer.catalog.branch(session, asking.branch).id
         except NotFound:
             branch = None
     text = json_text("arguments", recordable(shown))
@@ -277,11 +277,11 @@ def _conclude(layer: Any, execution: Execution, error: LayerError) -> None:
         return
     denied = isinstance(error, Denied)
     if isinstance(error, Denied):
-        layer._ledger.denied(execution, error, action="call", resource=str((execution.call or {}).get("verb")))
+        layer.ledger.denied(execution, error, action="call", resource=str((execution.call or {}).get("verb")))
     told = {"error": {"code": error.code, "message": error.message, "hint": error.hint}}
     if error.details.get("rows"):
         told["error"]["rows"] = error.details["rows"]  # type: ignore[assignment]
-    layer._ledger.conclude(execution, "denied" if denied else "failed", told)
+    layer.ledger.conclude(execution, "denied" if denied else "failed", told)
 
 
 # The table. Each is the layer's own method of the same meaning; functions and whatever else has rows bring their own.

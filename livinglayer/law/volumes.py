@@ -44,7 +44,7 @@ def create(call: Call, *, name: str, bytes: Any = None) -> Any:
     row = {"name": name, "principal": principal, "place": f"{contracts.home()}/{id}", "annotations": {"bytes": size}}
 
     def act(tx: Tx) -> None:
-        mine = layer._catalog.rows(tx.session, VOLUME, tx.chain, f"where x.{_column('principal')} = ?", (principal,))
+        mine = layer.catalog.rows(tx.session, VOLUME, tx.chain, f"where x.{_column('principal')} = ?", (principal,))
         if any(known["name"] == name for known in mine):
             raise Conflict(f"a volume {name!r} exists already", hint="another name, or remove it first")
         if len(mine) >= MANY:
@@ -53,7 +53,7 @@ def create(call: Call, *, name: str, bytes: Any = None) -> Any:
 
     _host({"do": "volume.create", "volume": id, "bytes": size})
     try:
-        layer._ledger.write(call.execution, "main", act)
+        layer.ledger.write(call.execution, "main", act)
     except BaseException:
         _host({"do": "volume.remove", "volume": id})
         raise
@@ -69,7 +69,7 @@ def remove(call: Call, *, volume: str) -> Any:
         _host({"do": "volume.remove", "volume": id_of(row)})
     except NotFound:
         pass  # an earlier attempt came this far
-    layer._ledger.write(call.execution, "main", lambda tx: tx.erase(VOLUME, row["id"]))
+    layer.ledger.write(call.execution, "main", lambda tx: tx.erase(VOLUME, row["id"]))
     return {"removed": id_of(row), "name": row["name"]}
 
 
@@ -162,7 +162,7 @@ def _may(layer: Any, principal: int) -> None:
 
 def _policy(layer: Any, principal: int) -> Any:
     with layer.engine.reading() as session:
-        return layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+        return layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
 
 
 def _here(row: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ def _column(field: str) -> str:
 
 def _rows(layer: Any, field: str, value: Any) -> list[dict[str, Any]]:
     with layer.engine.reading() as session:
-        rows = layer._catalog.rows(session, VOLUME, MAIN_CHAIN, f"where x.{_column(field)} = ?", (value,))
+        rows = layer.catalog.rows(session, VOLUME, MAIN_CHAIN, f"where x.{_column(field)} = ?", (value,))
         return [dict(row) for row in rows]
 
 

@@ -56,7 +56,7 @@ def why(
 ) -> Node:
     """What led to `ticket/7`, `ticket/7.status`, `tx/41`, or an execution by its number; NotFound when it may not be read."""
     with layer.engine.reading() as session:
-        ask = Ask(layer, session, layer._me if principal is None else principal, branch, as_of)
+        ask = Ask(layer, session, layer.my_id if principal is None else principal, branch, as_of)
         return ask.back(*parse(subject), depth)
 
 
@@ -71,7 +71,7 @@ def impact(
 ) -> Node:
     """What came of `ticket/7`, `ticket/7.status`, `tx/41` or an execution: what it started, what that changed, what merges carried on."""
     with layer.engine.reading() as session:
-        ask = Ask(layer, session, layer._me if principal is None else principal, branch, as_of)
+        ask = Ask(layer, session, layer.my_id if principal is None else principal, branch, as_of)
         return ask.forward(*parse(subject), depth)
 
 
@@ -102,7 +102,7 @@ class Ask:
     """One question, in one snapshot, by one principal."""
 
     def __init__(self, layer: Any, session: Session, principal: int, branch: str, as_of: Any) -> None:
-        self.engine, self.catalog, self.session = layer.engine, layer._catalog, session
+        self.engine, self.catalog, self.session = layer.engine, layer.catalog, session
         self.at = self.engine.schema_prefix
         last, self.epoch = clock(self.engine, session)
         self.moment = None if as_of is None else self.catalog.moment(session, as_of, last)

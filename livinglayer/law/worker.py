@@ -63,8 +63,8 @@ class Worker:
         now: Callable[[], datetime] | None = None,
         say: Callable[..., None] | None = None,
     ) -> None:
-        layer._only_owner("run a worker: it acts for everybody")
-        self.layer, self.engine, self.ledger = layer, layer.engine, layer._ledger
+        layer.only_owner("run a worker: it acts for everybody")
+        self.layer, self.engine, self.ledger = layer, layer.engine, layer.ledger
         self.concurrency = concurrency or 2 * (os.cpu_count() or 1)
         self.now = now or (lambda: datetime.now(UTC))
         self.say = say or (lambda event, **details: log.info("%s %s", event, details))
@@ -273,7 +273,7 @@ class Worker:
         call = execution.call or {}
         with self.engine.reading() as session:
             branch = call.get("branch")
-            name = "main" if branch in (None, MAIN) else self.layer._catalog.branch_by_id(session, branch).name
+            name = "main" if branch in (None, MAIN) else self.layer.catalog.branch_by_id(session, branch).name
         return Asking(
             execution.principal, name, execution.parent, call.get("cause_tx"), call.get("trigger"), call.get("contract"), None,
             execution.trace, execution.reason, call.get("attempt") or 1, call.get("due"), self.id,
@@ -362,7 +362,7 @@ class Worker:
             if tend is not None:
                 tend(self.layer)
         if self.ledger.denials:
-            self.ledger.flush(self.layer._running(self.layer._me))
+            self.ledger.flush(self.layer.execution_of(self.layer.my_id))
         try:
             self._remove_orphans()
         except LayerError as error:
@@ -405,5 +405,5 @@ class Worker:
             if self.leads:
                 self.engine.release("feed", self.id)
             if self.ledger.denials:
-                self.ledger.flush(self.layer._running(self.layer._me))
+                self.ledger.flush(self.layer.execution_of(self.layer.my_id))
         self.say("stop", runner=self.id)

@@ -92,13 +92,13 @@ def read_from(
     if found.uses_me:
         bound[ME] = principal
     trusted = found.definer == principal == OWNER  # arguments of others run where they can't hurt
-    rows, tx = layer._reads.query_at(found.statement, bound, branch, as_of, found.definer, trusted=trusted)
+    rows, tx = layer.reads.query_at(found.statement, bound, branch, as_of, found.definer, trusted=trusted)
     return rows, tx, None
 
 
 def readable(layer: Any, principal: int, branch: str = "main") -> list[dict[str, Any]]:
     """The projections that a principal may read: name, parameters, description."""
-    catalog = layer._catalog
+    catalog = layer.catalog
     with layer.engine.reading() as session:
         policy = catalog.policy(session, principal, clock(layer.engine, session)[1])
         rows = catalog.rows(session, PROJECTION, catalog.chain(session, catalog.branch(session, branch)))
@@ -164,7 +164,7 @@ def check(layer: Any, row: Mapping[str, Any], principal: int, branch: str = "mai
     if idle := sorted(set(parameters) - used):
         raise Invalid(f"projection {name} has a parameter {idle[0]!r} that its statement does not use")
     tried = f"select * from ({statement.strip().rstrip(';')}\n) q limit 0"  # its last line may be a comment
-    layer._reads.query_at(tried, dict.fromkeys(used), branch, None, principal)
+    layer.reads.query_at(tried, dict.fromkeys(used), branch, None, principal)
 
 
 def fields(name: str, parameters: Any) -> dict[str, Field]:
@@ -204,13 +204,13 @@ def allowed(policy: Policy, name: str, branch: str) -> bool:
 def may_read(layer: Any, principal: int, name: str, branch: str) -> bool:
     """Whether a principal may read a projection of this name."""
     with layer.engine.reading() as session:
-        policy = layer._catalog.policy(session, principal, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
     return allowed(policy, name, branch)
 
 
 def _find(layer: Any, name: str, branch: str) -> Projection | None:
     """As it is now: a moment in the past moves what it shows, not what it is."""
-    catalog = layer._catalog
+    catalog = layer.catalog
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
 

@@ -97,7 +97,7 @@ def statement(remote: Remote) -> str:
 def only_owners(layer: Any, definer: int, name: str) -> None:
     """Denied unless an owner wrote it: whoever may make this server ask an address could reach what only it can."""
     with layer.engine.reading() as session:
-        policy = layer._catalog.policy(session, definer, clock(layer.engine, session)[1])
+        policy = layer.catalog.policy(session, definer, clock(layer.engine, session)[1])
     if not policy.sovereign():
         raise Denied(f"projection {name!r} is another layer's, and only an owner may define such a one")
 

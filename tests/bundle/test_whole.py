@@ -234,9 +234,7 @@ def found_in(layer: Layer) -> Any:
 
     with layer.engine.snapshot() as session:
         epoch = clock(layer.engine, session)[1]
-        return Found(
-            layer._catalog, session, layer._catalog.chain(session, layer._catalog.branch(session, "main")), epoch
-        )
+        return Found(layer.catalog, session, layer.catalog.chain(session, layer.catalog.branch(session, "main")), epoch)
 
 
 def test_drift_of_every_definition_shows_and_goes(layer: Layer) -> None:

@@ -472,8 +472,8 @@ def eventful(layer: Layer) -> None:
     with layer.execution({"entities": ["item"]}, reason="bounded") as execution:
         execution.update("item", nut, {"price": "8"})
     layer.prune(layer.query("select max(tx) as n from tx")[0]["n"])
-    with layer._ledger.work() as work:  # as a call in a box leaves them
-        tx, noon = work.tx(layer._execution(None)), "2026-03-01T12:00:00.000000Z"
+    with layer.ledger.work() as work:  # as a call in a box leaves them
+        tx, noon = work.tx(layer.execution_by(None)), "2026-03-01T12:00:00.000000Z"
         tx.fact("ledger_step", 9000, 1, "query", '{"sql":"é"}', noon)
         tx.fact(
             "ledger_call", 9000, "call", 9, 3, '{"n":1}', 1500, 7, None, None, 6, 1, noon, "k", "s", None, "[1502]", "r"

@@ -18,8 +18,8 @@ def test_what_waits_is_listed_and_answered(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with livinglayer.open(tmp_path, create=True) as layer:
-        execution = layer._ledger.open(layer._me, None, "direct")
-        layer._ledger.intend(execution)
+        execution = layer.ledger.open(layer.my_id, None, "direct")
+        layer.ledger.intend(execution)
         asked: dict[str, Any] = {
             "contract": "clerk", "branch": "main", "action": "update", "resource": "ticket",
             "request": {"do": "update", "given": {"entity": "ticket", "id": 7, "values": {"priority": 9}}},

@@ -204,7 +204,7 @@ def test_only_an_owner_says_whom_the_server_asks(two: tuple[Server, Server]) -> 
     spy = {"url": a.url, "projection": "shown"}
     with pytest.raises(Denied, match="only an owner"):
         b.layer.call("projection.define", name="spied", remote=spy, principal="ben")
-    ben = b.layer._as(b.layer._acting("ben"))
+    ben = b.layer.acting_as(b.layer.id_of("ben"))
     ben.insert("projection", {"name": "spied", "statement": "select 1", "remote": spy})  # past the verb
     with pytest.raises(Denied, match="only an owner"):
         b.layer.projection("spied")

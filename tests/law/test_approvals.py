@@ -348,12 +348,12 @@ def test_what_was_done_and_not_recorded_as_done_is_not_done_again(office: Layer)
     begin(box, f"layer.delete('ticket', {first(office)})")
     [row] = pending(office)
     tending.of(office).close()
-    execution = office._ledger.resume(told["execution"])
+    execution = office.ledger.resume(told["execution"])
     run = Bound(office, execution, "main", json.loads((execution.call or {})["arguments"]), box)
     given = row["request"]["given"]
     assert [run.asks._act("delete", given, row["id"]) for _ in range(2)] == [{"ok": True}] * 2
     assert len(office.query("select 1 as n from ticket")) == 2
-    office._ledger.let_go(execution)
+    office.ledger.let_go(execution)
     office.call("approval.answer", id=row["id"], approve=True, principal="lee")
     keeper = tending._started[-1]  # the answer has started one
     try:

@@ -33,9 +33,9 @@ def shop(layer: Layer) -> Iterator[Layer]:
 def run_of(layer: Layer, who: str, **capability: Any) -> Run:
     """A run as a function's would be, without its box."""
     scope = {"branch": "main", "entities": capability.pop("writes", {})}
-    execution = layer._ledger.open(layer._acting(who), scope, "function")
+    execution = layer.ledger.open(layer.id_of(who), scope, "function")
     execution.authority = capability.pop("authority", None)
-    layer._ledger.intend(execution)
+    layer.ledger.intend(execution)
     return Run(layer, execution, **capability)
 
 
@@ -56,7 +56,7 @@ def test_a_condition_on_rows_allows_nothing_that_has_none(shop: Layer) -> None:
             who()
     assert not shop.can("mallory", "impersonate", "principal:owner")
     with shop.engine.reading() as session:
-        policy = shop._catalog.policy(session, shop._acting("mallory"), 0)
+        policy = shop.catalog.policy(session, shop.id_of("mallory"), 0)
         with pytest.raises(Denied):
             policy.require("impersonate", "principal:owner")
 
@@ -76,9 +76,9 @@ def test_definers_rights_do_not_stay_with_whoever_called(shop: Layer) -> None:
     shop.define("own", {"n": "int"})
     shop.grant("mallory", "insert", "own")
     shop.insert("own", {"n": 1}, principal="mallory")  # an execution of its own that is recorded
-    run = run_of(shop, "mallory", writes={"ticket": {}}, authority=shop._me)
+    run = run_of(shop, "mallory", writes={"ticket": {}}, authority=shop.my_id)
     ask(run, "update", entity="ticket", id=number, values={"note": "b"})
-    shop._ledger.conclude(run.execution, "done", None, writes=run.draft.apply)
+    shop.ledger.conclude(run.execution, "done", None, writes=run.draft.apply)
     with pytest.raises((Denied, NotFound)):
         shop.update("ticket", number, {"note": "stolen"}, principal="mallory")
     assert shop.query("select note from ticket") == [{"note": "b"}]
@@ -196,14 +196,14 @@ def test_only_what_owners_wrote_opens_the_machine_to_a_box(shop: Layer, shape: d
         shop.call("my.own", principal="mallory")
     contract = shop.insert("contract", {"name": "mine", "blueprint": blueprint}, principal=who[1])
     with pytest.raises(Denied, match="only an owner may"):
-        contracts.Making(shop, contracts.by_id(shop, contract), shop._acting("mallory"), "main", None, None, [])
+        contracts.Making(shop, contracts.by_id(shop, contract), shop.id_of("mallory"), "main", None, None, [])
 
 
 def test_a_contract_alone_lowers_no_tier_to_process(shop: Layer) -> None:
     author(shop)
     number = shop.insert("contract", {"name": "mine", "tier": "process"}, principal="mallory")
     with pytest.raises(Denied, match="only an owner may"):
-        contracts.Making(shop, contracts.by_id(shop, number), shop._acting("mallory"), "main", None, None, [])
+        contracts.Making(shop, contracts.by_id(shop, number), shop.id_of("mallory"), "main", None, None, [])
 
 
 def test_secrets_go_where_only_those_who_may_use_them_say(shop: Layer) -> None:

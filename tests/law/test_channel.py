@@ -26,9 +26,9 @@ class Served:
 
     def __init__(self, layer: Layer, **more: Any) -> None:
         self.layer = layer
-        execution = layer._ledger.open(OWNER, {"entities": {"item": {"actions": ["insert", "update"]}}}, "function")
+        execution = layer.ledger.open(OWNER, {"entities": {"item": {"actions": ["insert", "update"]}}}, "function")
         execution.call = {"verb": "function.call"}
-        layer._ledger.intend(execution)
+        layer.ledger.intend(execution)
         self.run = Run(layer, execution, reads={"item": {}}, **more)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]

@@ -494,11 +494,11 @@ def test_what_a_crash_leaves_between_intent_and_box_is_cleared_up(
     from livinglayer.law.functions import Asking
 
     with office.engine.reading() as session:
-        ann = office._catalog.principal(session, "ann")["id"]
+        ann = office.catalog.principal(session, "ann")["id"]
     made = contracts.Making(office, contracts.load(office, "agent"), ann, "main", None, None, [])
     execution = made.execution(Asking(ann), None)  # the intent, of a process that ends here
-    office._ledger.intend(execution, lambda tx: contracts.record(tx, execution))
-    office._ledger.let_go(execution)
+    office.ledger.intend(execution, lambda tx: contracts.record(tx, execution))
+    office.ledger.let_go(execution)
     stray = Sandbox.create(name="stray-one", labels=contracts.labels(office.id, "nobody's"), memory="64M", disk="64M")
     box, _ = make(office)
     monkeypatch.setattr(tending, "YOUNG", 0.0)

@@ -37,7 +37,7 @@ def submit(layer: Layer, execution: Any) -> Any:
         tx.insert("item", {"name": "forged"})
         return tx.finish()
 
-    return layer._ledger.submit(act)
+    return layer.ledger.submit(act)
 
 
 def ended(layer: Layer) -> Execution:
@@ -50,8 +50,8 @@ FORGERIES: dict[str, Callable[[Layer], Any]] = {
     "none": lambda layer: None,
     "a made-up one": lambda layer: Execution(OWNER, Scope(), "forged"),
     "a made-up one with an id": lambda layer: Execution(OWNER, Scope(), "forged", id=2000),
-    "a copy of an open one": lambda layer: copy.copy(layer._execution(None)),
-    "a wider copy": lambda layer: dataclasses.replace(layer._execution(None), scope=Scope()),
+    "a copy of an open one": lambda layer: copy.copy(layer.execution_by(None)),
+    "a wider copy": lambda layer: dataclasses.replace(layer.execution_by(None), scope=Scope()),
     "one that looks like it": lambda layer: type("Execution", (), {"principal": OWNER, "scope": Scope(), "open": True, "id": None})(),
     "a finished one": ended,
     "a finished one opened again": lambda layer: _opened_again(ended(layer)),
@@ -70,16 +70,16 @@ def test_the_lower_layers_refuse_a_forged_execution_and_it_is_recorded(
 ) -> None:
     if forgery == "of another layer's ledger":
         other = make_layer()
-        execution: Any = other._execution(None)
+        execution: Any = other.execution_by(None)
     else:
         execution = FORGERIES[forgery](items)
     before = items.query("select count(*) as n from item")
     with pytest.raises((Denied, AttributeError)) as caught:
         submit(items, execution)
     with pytest.raises((Denied, AttributeError)):
-        items._ledger.write(execution, "main", lambda tx: tx.insert("item", {"name": "forged"}))
+        items.ledger.write(execution, "main", lambda tx: tx.insert("item", {"name": "forged"}))
     with pytest.raises((Denied, AttributeError)):
-        items._ledger.conclude(execution, "done", writes=lambda tx: tx.insert("item", {"name": "forged"}))
+        items.ledger.conclude(execution, "done", writes=lambda tx: tx.insert("item", {"name": "forged"}))
     assert items.query("select count(*) as n from item") == before
     assert isinstance(caught.value, Denied)
     found = decisions(items)
@@ -88,17 +88,17 @@ def test_the_lower_layers_refuse_a_forged_execution_and_it_is_recorded(
 
 
 def test_an_execution_that_ended_in_another_process_is_over_here_too(items: Layer, location: str) -> None:
-    execution = items._ledger.open(OWNER, {"entities": {"item": {}}}, "program")
+    execution = items.ledger.open(OWNER, {"entities": {"item": {}}}, "program")
     execution.call = {"verb": "program"}
-    number = items._ledger.intend(execution)
-    items._ledger.write(execution, "main", lambda tx: tx.insert("item", {"name": "first"}))
+    number = items.ledger.intend(execution)
+    items.ledger.write(execution, "main", lambda tx: tx.insert("item", {"name": "first"}))
     with livinglayer.open(location) as elsewhere:
-        taken = elsewhere._ledger.resume(number)
-        elsewhere._ledger.conclude(taken, "done")
+        taken = elsewhere.ledger.resume(number)
+        elsewhere.ledger.conclude(taken, "done")
         with pytest.raises(Conflict, match="is over"):
-            elsewhere._ledger.resume(number)
+            elsewhere.ledger.resume(number)
     with pytest.raises(Denied, match="is over"):
-        items._ledger.write(execution, "main", lambda tx: tx.insert("item", {"name": "late"}))
+        items.ledger.write(execution, "main", lambda tx: tx.insert("item", {"name": "late"}))
     assert [row["name"] for row in items.query("select name from item")] == ["first"]
 
 
@@ -214,7 +214,7 @@ def test_a_finished_execution_can_not_be_used_through_its_channel(desk: Layer) -
         with pytest.raises(Denied, match="over"):
             kept[0].answer("POST", name, "", {"sql": "select 1", "entity": "ticket", "id": id, "values": {}}, b"")
     with pytest.raises(Denied):
-        desk._ledger.write(kept[0].execution, "main", lambda tx: tx.delete("ticket", id))
+        desk.ledger.write(kept[0].execution, "main", lambda tx: tx.delete("ticket", id))
 
 
 def test_the_reserved_nouns_are_the_verbs_own(desk: Layer) -> None:

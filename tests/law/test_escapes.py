@@ -118,10 +118,10 @@ def test_a_merge_is_of_what_was_shown(office: Layer) -> None:
     office.fork("idea")
     office.insert("ticket", {"title": "shown"}, branch="idea")
     with office.engine.reading() as session:
-        shown = branches.head(office.engine, session, office._catalog.branch(session, "idea"))
+        shown = branches.head(office.engine, session, office.catalog.branch(session, "idea"))
     office.insert("ticket", {"title": "hidden"}, branch="idea")
     with pytest.raises(Conflict, match="has changed since it was proposed"):
-        branches.merge(office._ledger, office._execution(None), "idea", None, False, None, expect=shown)
+        branches.merge(office.ledger, office.execution_by(None), "idea", None, False, None, expect=shown)
     assert not {"shown", "hidden"} & test_agents.titles(office)
 
 
@@ -130,7 +130,7 @@ def test_nobody_says_yes_to_a_box_that_has_ended(clerks: Layer) -> None:
     box, told = test_approvals.make(clerks)
     box.kill()
     outcome(clerks, told["execution"])
-    execution: Any = clerks._ledger.open(clerks._me, None, "verb")
+    execution: Any = clerks.ledger.open(clerks.my_id, None, "verb")
     execution.id = told["execution"]
     number = approvals.request(
         clerks, execution, contract="clerk", branch="main", action="delete", resource="ticket", request={"do": "delete"}
@@ -240,7 +240,7 @@ def test_why_a_box_ended_is_known_to_whoever_comes_next(clerks: Layer, ends: str
     else:
         kept._decided({"stopped": stop})
     box.kill()
-    clerks._ledger.let_go(kept.execution)
+    clerks.ledger.let_go(kept.execution)
     tending.of(clerks).look()
     end = outcome(clerks, told["execution"])
     if ends == "budget":

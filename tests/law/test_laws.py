@@ -31,7 +31,7 @@ def test_law_1_a_mutation_outside_a_scoped_execution_is_rejected(desk: Layer) ->
     with pytest.raises(LayerError, match="scope"):
         desk.call("ticket.reach")
     with pytest.raises(Denied):
-        desk._ledger.write(Execution(OWNER, Scope(), "forged"), "main", lambda tx: tx.insert("customer", {"name": "x"}))
+        desk.ledger.write(Execution(OWNER, Scope(), "forged"), "main", lambda tx: tx.insert("customer", {"name": "x"}))
     assert desk.query("select * from customer") == []
     refused = desk.query("select resource, allowed from decision where resource = 'customer'")
     assert refused and not any(row["allowed"] for row in refused)

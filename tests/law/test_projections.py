@@ -42,7 +42,7 @@ def test_it_says_the_tx_it_shows_and_moves_in_time_and_to_branches(tickets: Laye
     from livinglayer.projection.query import read
 
     define(tickets)
-    rows, tx = read(tickets, "open", {"status": "open"}, principal=tickets._me)
+    rows, tx = read(tickets, "open", {"status": "open"}, principal=tickets.my_id)
     assert len(rows) == 2 and tx == tickets.query("select max(tx) as n from tx")[0]["n"]
     tickets.fork("idea")
     tickets.insert("ticket", {"title": "new", "status": "open"}, branch="idea")
@@ -189,6 +189,6 @@ def test_whoever_may_read_some_sees_those_in_the_list(tickets: Layer) -> None:
     define(tickets, "other")
     tickets.grant("bob", "read", "projection:open")
     with tickets.engine.reading() as session:
-        bob = tickets._catalog.principal(session, "bob")["id"]
+        bob = tickets.catalog.principal(session, "bob")["id"]
     assert [row["name"] for row in readable(tickets, bob)] == ["open"]
-    assert [row["name"] for row in readable(tickets, tickets._me)] == ["open", "other"]
+    assert [row["name"] for row in readable(tickets, tickets.my_id)] == ["open", "other"]

@@ -69,7 +69,7 @@ def sealed(layer: Layer, name: str = "stripe", branch: str = "main") -> str:
 
 def plant(layer: Layer, row: int, text: str, branch: str = "main", **more: Any) -> None:
     """Write a row as only someone who holds the database could."""
-    with layer._tx(None, branch, "tampered") as tx:
+    with layer.in_tx(None, branch, "tampered") as tx:
         tx.record(secrets.SECRET, {"sealed": text, **more}, row)
 
 
@@ -108,7 +108,7 @@ def test_what_is_told_of_secrets(vault: Layer) -> None:
     }
     at = vault.query("select at from tx where reason = 'set secret stripe'")[0]["at"]
     assert told["set"] == at
-    with vault.execution() as scoped, vault._ledger.work() as work:
+    with vault.execution() as scoped, vault.ledger.work() as work:
         tx = work.tx(scoped.execution)
         tx.finish()
         tx = work.tx(scoped.execution)

@@ -62,10 +62,10 @@ def test_a_volume_is_a_row_of_its_makers(room: Layer) -> None:
     made = room.call("volume.create", {"name": "data", "bytes": "8M"}, principal="ann")
     me = room.query("select id from principal where name = 'ann'")[0]["id"]
     assert [volumes.id_of(row) for row in volumes.known(room, me)] == [made["volume"]]
-    assert volumes.known(room, room._me) == []
+    assert volumes.known(room, room.my_id) == []
     with pytest.raises(NotFound):
-        volumes.find(room, room._me, "data")
-    assert volumes.find(room, room._me, made["volume"])["name"] == "data"  # an owner finds all by their ids
+        volumes.find(room, room.my_id, "data")
+    assert volumes.find(room, room.my_id, made["volume"])["name"] == "data"  # an owner finds all by their ids
     with pytest.raises(Conflict, match="exists already"):
         room.call("volume.create", {"name": "data"}, principal="ann")
     with volumes.contents(volumes.find(room, me, "data")) as files:

@@ -33,12 +33,12 @@ def spend(
 ) -> None:
     """A row of usage, as an execution that ended `ago` seconds before now would have left it."""
     with layer.engine.reading() as session:
-        principal = layer._catalog.principal(session, who)["id"]
-    execution = layer._ledger.open(principal)
-    layer._ledger.intend(execution)
+        principal = layer.catalog.principal(session, who)["id"]
+    execution = layer.ledger.open(principal)
+    layer.ledger.intend(execution)
     at = datetime_text(datetime.now(UTC) - timedelta(seconds=ago))
     amounts = {"wall": 0.0, "cpu": 0.0, "memory": 0.0, "sent": 0, "received": 0, "disk": 0, **used}
-    layer._ledger.conclude(
+    layer.ledger.conclude(
         execution,
         "done",
         facts=[("ledger_usage", (execution.id, principal, contract, function, *amounts.values(), at))],
@@ -118,7 +118,7 @@ def test_a_quota_of_a_contract_is_shared_by_all_who_act_under_it(counting: Layer
     ids = {}
     with counting.engine.reading() as session:
         for name in ("ann", "bob"):
-            ids[name] = counting._catalog.principal(session, name)["id"]
+            ids[name] = counting.catalog.principal(session, name)["id"]
     for name in ("ann", "bob"):
         verbs.call(counting, "one.more", principal=ids[name], contract=contract)
     with pytest.raises(LimitExceeded, match="the contract has used 2 of 2"):
@@ -128,7 +128,7 @@ def test_a_quota_of_a_contract_is_shared_by_all_who_act_under_it(counting: Layer
 
 def test_boxes_that_live_count_as_they_were_last_seen(counting: Layer) -> None:
     with counting.engine.reading() as session:
-        ann = counting._catalog.principal(session, "ann")["id"]
+        ann = counting.catalog.principal(session, "ann")["id"]
     counting.call("quota.set", subject="ann", resource="cpu", amount=10, seconds=60)
     seen = {"principal": ann, "contract": None, "cpu": 11.0, "memory": 0.0, "sent": 0, "received": 0}
     assert counting.engine.lease("box/7", "worker", 60, json.dumps(seen))
@@ -141,7 +141,7 @@ def test_boxes_that_live_count_as_they_were_last_seen(counting: Layer) -> None:
 
 def test_quotas_of_boxes_are_for_boxes(counting: Layer) -> None:
     with counting.engine.reading() as session:
-        ann = counting._catalog.principal(session, "ann")["id"]
+        ann = counting.catalog.principal(session, "ann")["id"]
     counting.call("quota.set", subject="ann", resource="boxes", amount=1, seconds=60)
     spend(counting, "ann", function=None)
     counting.call("one.more", principal="ann")

@@ -55,7 +55,7 @@ class Desk:
     def run(self, row: int, cause: int | None, status: str = "urgent", **more: Any) -> int:
         """The bot's function on a ticket, as a worker would have recorded it."""
         trace = more.pop("trace", None)
-        made = self.layer._ledger.open(
+        made = self.layer.ledger.open(
             self.bot, {"entities": {"ticket": {}}}, "function", None, more.pop("parent", None), traceparent(trace)
         )
         made.tier = "namespace"
@@ -64,10 +64,10 @@ class Desk:
             "state": last(self.layer), "trigger": None if cause is None else self.trigger, "cause_tx": cause, "attempt": 1,
             "key": f"trigger/{self.trigger}/{cause}/ticket/{row}" if cause else None, "permissions": json.dumps([self.calls]), **more,
         }  # fmt: skip
-        number = self.layer._ledger.intend(made)
+        number = self.layer.ledger.intend(made)
         told = [("box", {"id": "bx1", "tier": "namespace", "reused": True}), ("prompt", {"text": "be kind"}), ("emit", {"name": "done", "data": {"id": row}})]  # fmt: skip
         steps = [("ledger_step", (number, n, kind, json.dumps(d), now())) for n, (kind, d) in enumerate(told, start=1)]
-        self.layer._ledger.conclude(
+        self.layer.ledger.conclude(
             made, "done", {"value": None}, writes=lambda tx: tx.update("ticket", row, {"status": status}), facts=steps
         )
         return number
@@ -344,11 +344,11 @@ def test_versions_are_those_of_the_history_view(layer: Layer) -> None:
         except NotFound:
             continue
     with layer.engine.reading() as session:
-        past = Past(layer._catalog, session, clock(layer.engine, session)[1])
+        past = Past(layer.catalog, session, clock(layer.engine, session)[1])
         entity = layer.schema().get("note")
         for name in ("main", "side", "deep"):
             for moment in (None, last(layer) - 20):
-                chain = layer._catalog.chain(session, layer._catalog.branch(session, name), moment)
+                chain = layer.catalog.chain(session, layer.catalog.branch(session, name), moment)
                 for row in rows:
                     found = [version.tx for version in past.versions(entity, row, chain)]
                     told = layer.query(f"select distinct tx from note__history where id = {row} order by tx desc", branch=name, as_of=moment)  # fmt: skip
@@ -382,7 +382,7 @@ def test_every_lookup_goes_by_a_key_or_an_index(layer: Layer) -> None:
         noted = Noted(session)
         for name, id, field in (("ticket", row, None), ("tx", cause, None), ("execution", number, None)):
             for direction in ("back", "forward"):
-                getattr(Ask(layer, noted, layer._me, "main", None), direction)(name, id, field, 32)
+                getattr(Ask(layer, noted, layer.my_id, "main", None), direction)(name, id, field, 32)
         for sql, params in noted.statements.items():
             plan = [line[-1] for line in session.all(f"explain query plan {sql}", params)]
             scanned += [(line, sql) for line in plan if line.startswith("SCAN") and "ledger_clock" not in sql]

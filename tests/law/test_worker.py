@@ -143,8 +143,8 @@ def test_a_runner_elsewhere_is_given_up_when_its_lease_is_long_over(location: st
         there = "0123456789ab.1.1.00000000"  # of another machine: nothing here can tell whether it lives
         layer.engine.lease(f"runner/{there}", there, 3600)
         execution = functions.intent(layer, found, {}, Asking(1, runner=there), [])
-        number = layer._ledger.intend(execution)
-        layer._ledger.let_go(execution)
+        number = layer.ledger.intend(execution)
+        layer.ledger.let_go(execution)
         made = Worker(layer, say=lambda event, **details: None)
         for _ in range(3):
             made._looked.clear()
@@ -164,11 +164,11 @@ def test_a_runner_elsewhere_is_given_up_when_its_lease_is_long_over(location: st
 
 def test_one_that_was_given_up_while_it_ran_changes_nothing_any_more(desk: Layer) -> None:
     found = functions.load(desk, "work.slow")
-    asking = Asking(desk._me, due="2020-01-01T00:00:00.000000Z")
+    asking = Asking(desk.my_id, due="2020-01-01T00:00:00.000000Z")
     execution = functions.intent(desk, found, {"seconds": 0, "note": "late"}, asking, [])
-    desk._ledger.intend(execution)
-    other = desk._ledger.resume(execution.id)
-    desk._ledger.conclude(other, "lost", {"error": {"message": "its runner is gone"}})
+    desk.ledger.intend(execution)
+    other = desk.ledger.resume(execution.id)
+    desk.ledger.conclude(other, "lost", {"error": {"message": "its runner is gone"}})
     with pytest.raises(Denied):
         functions.perform(desk, found, {"seconds": 0, "note": "late"}, execution, asking)
     assert desk.query("select * from effect") == [] and ends(desk, "work.slow") == [("lost", 1)]

@@ -411,7 +411,7 @@ def test_an_execution_acts_as_its_principal(shared: Layer) -> None:
 
 def test_a_forged_copied_or_finished_execution_opens_nothing(shared: Layer) -> None:
     shared.define("forged", {"n": "int"})
-    ledger = shared._ledger
+    ledger = shared.ledger
     with shared.execution() as ex:
         ex.insert("forged", {"n": 1})
         genuine = ex.execution

@@ -316,8 +316,8 @@ def _restored(source: Path, place: str) -> None:
 
 def facts(layer: Layer) -> None:
     """A row of each new table, as a call leaves them."""
-    with layer._ledger.work() as work:
-        execution = layer._ledger.open(1501, kind="program")
+    with layer.ledger.work() as work:
+        execution = layer.ledger.open(1501, kind="program")
         tx = work.tx(execution, reason="a call")
         at = "2026-03-01T12:00:00.000000Z"
         tx.fact("ledger_call", 9001, "function.call", layer_function(layer), 3, '{"n":1}', 1500, 7, None, None, 6, 1, at, "k", "s", None, "[1502]", "r")  # fmt: skip
@@ -326,7 +326,7 @@ def facts(layer: Layer) -> None:
         tx.fact("ledger_lineage", 9003, "b2", "b1", "s1", 1500, 9001, at)
         tx.fact("ledger_execution", 9001, 1501, None, "b2", "call", "{}", None, None, at)
         tx.finish()
-    layer._ledger.end(execution)
+    layer.ledger.end(execution)
 
 
 def layer_function(layer: Layer) -> int:

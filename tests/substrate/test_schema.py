@@ -347,7 +347,7 @@ def test_a_schema_that_is_foretold_is_the_one_that_is_read(layer: Layer) -> None
         "h": {"type": "bool", "default": False, "description": "no", "annotations": {"unit": "€"}},
         "i": {"type": "date", "default": "2026-01-31"},
     }
-    with layer._tx(None, "main", None) as tx:
+    with layer.in_tx(None, "main", None) as tx:
         evolve.define(tx, "thing", fields, [["a", "c"]], "what there is", {"icon": "*"})
         evolve.define(tx, "thing", {"j": "int"}, [], None, None)
         evolve.alter(tx, "thing", {"k": {"type": "ref", "to": "principal"}}, {}, {}, [], {}, None, None)

@@ -19,7 +19,7 @@ def identity(layer: Layer, args: Namespace, out: Printer) -> None:
     """Print the name by which other layers know this one: a public key, whose other half lies with your keys."""
     from livinglayer.projection.identity import name
 
-    layer._only_owner("speak for the layer")
+    layer.only_owner("speak for the layer")
     found = name(layer.id)
     out.say(found)
     out.data({"identity": found, "layer": layer.id})

@@ -26,10 +26,10 @@ def mcp(layer: Layer, args: Namespace, out: Printer) -> None:
     from livinglayer.edges.mcp.server import speak
     from livinglayer.substrate.schema import OWNER
 
-    number = layer._acting(acting(args))
-    caller = Caller(number, layer._name_of(number), layer._as(number))
+    number = layer.id_of(acting(args))
+    caller = Caller(number, layer.name_of(number), layer.acting_as(number))
     # What it looks up for itself (that something changed, whose an execution is) it looks up as the layer.
-    serving = Serving(layer._as(OWNER), "", "", frozenset(), Gate(), Metrics())
+    serving = Serving(layer.acting_as(OWNER), "", "", frozenset(), Gate(), Metrics())
     try:
         asyncio.run(speak(serving, caller))
     finally:

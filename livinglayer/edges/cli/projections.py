@@ -67,7 +67,7 @@ def list_(layer: Layer, args: Namespace, out: Printer) -> None:
     """List the projections that may be read."""
     from livinglayer.projection.query import readable
 
-    rows = readable(layer, layer._acting(acting(args)), args.branch or "main")
+    rows = readable(layer, layer.id_of(acting(args)), args.branch or "main")
     out.rows(
         rows if out.json else [{k: row[k] for k in ("name", "parameters", "description")} for row in rows],
         noun="projection",
@@ -92,7 +92,7 @@ def read(layer: Layer, args: Namespace, out: Printer) -> None:
             raise Invalid(f"argument {word!r} is not NAME=VALUE", hint="status=open")
         words[name] = text
     shared = reading(args)
-    known = {row["name"]: row for row in readable(layer, layer._acting(acting(args)), shared["branch"])}
+    known = {row["name"]: row for row in readable(layer, layer.id_of(acting(args)), shared["branch"])}
     if args.name not in known:
         raise NotFound(f"there is no projection {args.name!r}", hint="layer projection list")
     signature = Signature.of(args.name, {"arguments": known[args.name]["parameters"] or {}})

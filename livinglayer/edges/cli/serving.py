@@ -47,7 +47,7 @@ def up(layer: Layer, args: Namespace, out: Printer) -> int:
     """Serve the layer: HTTP API, E2B-compatible boxes, MCP and a page, on one port, until it is stopped."""
     import uvicorn
 
-    layer._only_owner("serve the layer: the server acts for everybody")
+    layer.only_owner("serve the layer: the server acts for everybody")
     logs(out.json)
     listener = listening(args.host, args.port)
     from livinglayer.edges.e2b import bases
@@ -233,7 +233,7 @@ def list_(layer: Layer, args: Namespace, out: Printer) -> None:
     """The tokens there are: yours, or everybody's for an owner; never what they say."""
     from livinglayer.law import tokens
 
-    rows = tokens.known(layer._as(layer._acting(acting(args))))
+    rows = tokens.known(layer.acting_as(layer.id_of(acting(args))))
     told = [{**row, "scope": ",".join(row["scope"]) if row["scope"] else None} for row in to_the_second(rows)]
     out.rows(told, ["id", "principal", "name", "kind", "ending", "scope", "made", "expires", "revoked"], "token")
 
@@ -263,7 +263,7 @@ def kept_key(layer: Layer, principal: str) -> str:
     from livinglayer.law import tokens
 
     if principal != layer.me:
-        layer._acting(principal)  # only for whom one may act
+        layer.id_of(principal)  # only for whom one may act
     if not re.fullmatch(r"[\w.@+-]+", principal):
         raise Denied(f"{principal!r} can't be the name of a file", hint="layer token create --format e2b")
     path = config_directory() / "e2b" / f"{layer.id}.{principal}"

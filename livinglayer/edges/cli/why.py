@@ -71,7 +71,7 @@ def export(layer: Layer, args: Namespace, out: Printer) -> None:
     chosen = [name for name in ("otlp", "prov", "cloudevents") if getattr(args, name) is not None]
     if len(chosen) != 1:
         raise Invalid("choose one of --otlp, --prov and --cloudevents", hint="layer trace export 2031 --otlp -")
-    who, place = layer._acting(acting(args)), getattr(args, chosen[0])
+    who, place = layer.id_of(acting(args)), getattr(args, chosen[0])
     if chosen[0] == "otlp":
         document = exports.otel(layer, args.subject, principal=who)
         count = counted(len(document["resourceSpans"][0]["scopeSpans"][0]["spans"]), "span")

@@ -19,11 +19,11 @@ SENT = "content/"  # the key under which the ledger knows that a principal has s
 def may_store(layer: Layer) -> None:
     """Denied unless the principal may write some row with a file field."""
     with layer.engine.reading() as session:
-        policy, epoch = layer._mine(session), clock(layer.engine, session)[1]
+        policy, epoch = layer.my_policy(session), clock(layer.engine, session)[1]
         if policy.sovereign():
             return
-        schema = layer._catalog.schema(
-            session, layer._catalog.chain(session, layer._catalog.branch(session, "main")), epoch
+        schema = layer.catalog.schema(
+            session, layer.catalog.chain(session, layer.catalog.branch(session, "main")), epoch
         )
         for entity in schema.entities:
             if any(f.type == "file" for f in entity.fields):
@@ -37,7 +37,9 @@ def store(layer: Layer, data: bytes) -> str:
     digest = sha256(data).hexdigest()
     layer.engine.put_blob(digest, data)
     if not _sent(layer, digest):
-        layer._ledger.note(layer._running(layer._me), [("ledger_key", (layer._me, SENT + digest, digest, "null"))])
+        layer.ledger.note(
+            layer.execution_of(layer.my_id), [("ledger_key", (layer.my_id, SENT + digest, digest, "null"))]
+        )
     return digest
 
 
@@ -63,13 +65,13 @@ def _written(verb: str, arguments: Mapping[str, Any]) -> Iterator[tuple[Any, Map
 
 def _files(layer: Layer, entity: Any, named: Mapping[str, str], branch: str) -> list[str]:
     with layer.engine.reading() as session:
-        if layer._mine(session).sovereign():
+        if layer.my_policy(session).sovereign():
             return []
         try:
-            chain = layer._catalog.chain(session, layer._catalog.branch(session, branch))
+            chain = layer.catalog.chain(session, layer.catalog.branch(session, branch))
         except LayerError:
             return []
-        found = layer._catalog.schema(session, chain, clock(layer.engine, session)[1]).by_name.get(str(entity))
+        found = layer.catalog.schema(session, chain, clock(layer.engine, session)[1]).by_name.get(str(entity))
     fields = {} if found is None else found.by_name
     return [digest for name, digest in named.items() if name in fields and fields[name].type == "file"]
 
@@ -79,4 +81,4 @@ def _sent(layer: Layer, digest: str) -> bool:
     with layer.engine.reading() as session:
         # the digest too: an idempotency key that only reads like one of ours has that of its request
         sql = f"select 1 from {at}ledger_key where principal = ? and key = ? and digest = ?"
-        return session.one(sql, (layer._me, SENT + digest, digest)) is not None
+        return session.one(sql, (layer.my_id, SENT + digest, digest)) is not None

@@ -90,7 +90,7 @@ def snippets(serving: Serving, caller: Caller) -> list[tuple[str, str]]:
 def boxes(layer: Any) -> list[dict[str, Any]]:
     """The boxes this principal may use, newest first."""
     try:
-        found = [held.shown(layer, box) for box in held.boxes(layer, layer._me)]
+        found = [held.shown(layer, box) for box in held.boxes(layer, layer.my_id)]
     except LayerError:  # no host of boxes runs here
         return []
     newest = sorted(found, key=lambda box: box["started"], reverse=True)[:ROWS]
@@ -210,7 +210,7 @@ async def metrics(serving: Serving, request: Request) -> Response:
 
 def sovereign(caller: Caller) -> bool:
     with caller.layer.engine.reading() as session:
-        return bool(caller.layer._mine(session).sovereign())
+        return bool(caller.layer.my_policy(session).sovereign())
 
 
 def link(layer: Any, url: str, principal: str) -> str:

@@ -55,7 +55,7 @@ def _said(serving: Serving, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     people = SYSTEM.by_name["principal"]
     with layer.engine.reading() as session:
         where = f"where x.{people.by_name['kind'].store} = ?"
-        rows = layer._catalog.rows(session, people, MAIN_CHAIN, where, ("layer",))
+        rows = layer.catalog.rows(session, people, MAIN_CHAIN, where, ("layer",))
     found = [row for row in rows if (row["attributes"] or {}).get("key") == named]
     if len(found) != 1 or not isinstance(named, str):
         raise Unauthenticated(NOBODY, hint="layer principal NAME --kind layer --attribute key=layer:…")

@@ -209,12 +209,12 @@ def resumed(given: str | None) -> int | None:
 def reading(layer: Layer, what: str, given: dict[str, Any]) -> Read:
     branch = given.get("branch", "main")
     if what == "sql":
-        sql, params, trusted = given["sql"], given.get("params"), layer._me == OWNER
+        sql, params, trusted = given["sql"], given.get("params"), layer.my_id == OWNER
         return lambda as_of: layer.query_at(sql, params, branch=branch, as_of=as_of, limit=ROWS, trusted=trusted)
     name, arguments = given["projection"], given.get("arguments")
     if not isinstance(arguments, dict | None):
         raise Invalid("arguments are a JSON object")
-    return lambda as_of: projections.read(layer, name, arguments, principal=layer._me, branch=branch, as_of=as_of)
+    return lambda as_of: projections.read(layer, name, arguments, principal=layer.my_id, branch=branch, as_of=as_of)
 
 
 def digest_at(read: Read, tx: int) -> bytes | None:

@@ -317,7 +317,7 @@ def _select(layer: Layer, asked: dict[str, Any], kind: str, seen: str | None, ta
     headers = query.CACHED if tag is None else {**query.CACHED, "etag": tag}
     if query.unchanged(tag, seen):
         return Response(None, 304, headers)
-    trusted = layer._me == OWNER and "principal" not in given
+    trusted = layer.my_id == OWNER and "principal" not in given
     rows, tx = layer.query_at(query.paged(sql, page), params, trusted=trusted, **given)
     if tag is not None and "as_of" not in given:
         headers = {**headers, "etag": f'W/"{tx}"'}
@@ -329,7 +329,7 @@ async def listed(serving: Serving, request: Request, caller: Caller, rest: str) 
     caller.require("read")
     given = parameters(request, {"branch": text})
     layer = caller.layer
-    found = await do(serving, caller, lambda: projections.readable(layer, layer._me, **given))
+    found = await do(serving, caller, lambda: projections.readable(layer, layer.my_id, **given))
     return told({"projections": found}, form(request))
 
 
@@ -353,7 +353,7 @@ async def projection(serving: Serving, request: Request, caller: Caller, rest: s
 def _projection(
     layer: Layer, name: str, arguments: dict[str, Any], words: bool, given: dict[str, Any], kind: str, seen: str | None
 ) -> Response:
-    who = layer._acting(given.pop("principal", None))
+    who = layer.id_of(given.pop("principal", None))
     branch = given.get("branch", "main")
     if words:
         arguments = projections.parsed(layer, name, arguments, principal=who, branch=branch)
@@ -477,7 +477,7 @@ def decided(layer: Layer, given: dict[str, Any]) -> dict[str, Any]:
         return vars(layer.can(**given))
     except (Invalid, NotFound) as error:
         with layer.engine.reading() as session:
-            if layer._mine(session).sovereign() or not error.message.startswith("there is no"):
+            if layer.my_policy(session).sovereign() or not error.message.startswith("there is no"):
                 raise
         return {"allowed": False, "rows": [], "reason": "no permission allows it"}  # as of what it may not see
 
@@ -496,7 +496,7 @@ async def verify(serving: Serving, request: Request, caller: Caller, rest: str) 
     parameters(request, {})
 
     def run() -> Any:
-        caller.layer._only_owner("verify the layer over HTTP")
+        caller.layer.only_owner("verify the layer over HTTP")
         return vars(caller.layer.verify())
 
     return told(await do_long(serving, caller, run), form(request))

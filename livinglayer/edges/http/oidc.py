@@ -343,7 +343,7 @@ def who(serving: Serving, provider: Provider, claims: Mapping[str, Any]) -> int:
         raise Unauthenticated("the provider has not verified this e-mail address")
     people = SYSTEM.by_name["principal"]
     with serving.layer.engine.reading() as session:
-        rows = serving.layer._catalog.rows(session, people, MAIN_CHAIN)
+        rows = serving.layer.catalog.rows(session, people, MAIN_CHAIN)
     found = [row for row in rows if (row["attributes"] or {}).get("oidc") == value and row["kind"] not in ("role", "layer")]  # fmt: skip
     if len(found) == 1:
         return int(found[0]["id"])
@@ -353,7 +353,7 @@ def who(serving: Serving, provider: Provider, claims: Mapping[str, Any]) -> int:
             hint=f"layer principal NAME --attribute oidc={value:.200}",
         )
     name = "".join(letter for letter in value if authority.NAMES.fullmatch(letter))[:100]
-    with serving.layer._tx(None, "main", f"{name} signs in for the first time") as tx:
+    with serving.layer.in_tx(None, "main", f"{name} signs in for the first time") as tx:
         if not name or authority.find(tx, name) is not None:
             raise Conflict(f"there is a principal {name!r} already, who is not known by the provider")
         return authority.principal(tx, name, "human", {"oidc": value}, None)

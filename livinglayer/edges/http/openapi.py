@@ -105,10 +105,10 @@ NODE: Schema = {
 
 def callable(layer: Layer, branch: str = "main") -> list[dict[str, Any]]:
     """The functions that a handle's principal may call: name, signature, description."""
-    catalog, function = layer._catalog, SYSTEM.by_name["function"]
+    catalog, function = layer.catalog, SYSTEM.by_name["function"]
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
-        policy = catalog.policy(session, layer._me, epoch)
+        policy = catalog.policy(session, layer.my_id, epoch)
         chain = MAIN_CHAIN if branch == "main" else catalog.chain(session, catalog.branch(session, branch))
         rows = catalog.rows(session, function, chain)
     return [

@@ -144,7 +144,7 @@ def etag(layer: Layer, as_of: Moment, texts: str) -> str | None:
         return None
     with layer.engine.reading() as session:
         tx, epoch = clock(layer.engine, session)
-        policy = layer._catalog.policy(session, layer._me, epoch)
+        policy = layer.catalog.policy(session, layer.my_id, epoch)
     if policy.timed or any("now" in text for grant in policy.grants for text, _ in grant.where):
         return None
     return f'W/"{tx}"' if as_of is None else f'W/"{as_of}-{epoch}"'

@@ -74,7 +74,7 @@ class Serving:
 
     def acting(self, principal: int) -> Layer:
         """The layer as a principal has it."""
-        return self.layer._as(principal)
+        return self.layer.acting_as(principal)
 
 
 def address_of(request: Request) -> str:

@@ -26,7 +26,7 @@ def veiled(layer: Layer, verb: str, arguments: Mapping[str, Any], branch: str, e
     if not isinstance(error, TOLD):
         return error
     with layer.engine.reading() as session:
-        if layer._mine(session).sovereign():
+        if layer.my_policy(session).sovereign():
             return error
     for kind, name in [("branch", branch), *things(verb, arguments)]:
         if isinstance(name, str | int) and not isinstance(name, bool) and not sees(layer, kind, name, branch):
@@ -52,7 +52,7 @@ def sees(layer: Layer, kind: str, name: str | int, branch: str) -> bool:
     """Whether a handle's principal may know of something."""
     with layer.engine.reading() as session:
         epoch = clock(layer.engine, session)[1]
-        policy = layer._catalog.policy(session, layer._me, epoch)
+        policy = layer.catalog.policy(session, layer.my_id, epoch)
         allows = [grant for grant in policy.grants if grant.effect == "allow"]
         if kind == "branch":
             reads = any(g.action in ("read", "*") and g.branch in (None, name) for g in allows)
@@ -66,10 +66,10 @@ def sees(layer: Layer, kind: str, name: str | int, branch: str) -> bool:
             if name in SYSTEM.by_name:
                 return True
             try:
-                chain = layer._catalog.chain(session, layer._catalog.branch(session, branch))
+                chain = layer.catalog.chain(session, layer.catalog.branch(session, branch))
             except LayerError:
                 return False
-            schema = layer._catalog.schema(session, chain, epoch)
+            schema = layer.catalog.schema(session, chain, epoch)
             found = schema.by_name.get(str(name))
             actions = ("read", "insert", "update", "delete")
             return found is not None and any(policy.rules(act, schema, found, branch).allows for act in actions)
@@ -84,7 +84,7 @@ def sees(layer: Layer, kind: str, name: str | int, branch: str) -> bool:
 
 def _there(layer: Layer, session: Any, name: str | int) -> bool:
     try:
-        layer._catalog.branch(session, str(name))
+        layer.catalog.branch(session, str(name))
     except LayerError:
         return False
     return True

@@ -269,7 +269,7 @@ def propose_change(
         found = layer.diff(name)
     except LayerError:
         if fresh:
-            branches.withdraw(layer._ledger, layer._execution(None), name)
+            branches.withdraw(layer.ledger, layer.execution_by(None), name)
         raise
     return {"branch": name} | paged(found, 0, ROWS, "changes")
 

@@ -153,12 +153,12 @@ class Speaking:
     def _recorded(self, caller: Caller, name: str) -> None:
         """Keep that somebody asked for a function that is there and not theirs."""
         layer = self.serving.layer
-        found = tools.offer(Caller(layer._me, "", layer)).get(name)
+        found = tools.offer(Caller(layer.my_id, "", layer)).get(name)
         if found is None or found.function is None:
             return
         resource = f"function:{found.function}"
         refused = Denied(f"{caller.name} may not call {found.function}", action="call", resource=resource)
-        layer._ledger.denied(caller.layer._running(caller.principal), refused, "call", resource)
+        layer.ledger.denied(caller.layer.execution_of(caller.principal), refused, "call", resource)
 
     async def _use(self, ctx: Context, tool: Tool, use: Use) -> Any:
         number = use.caller.principal

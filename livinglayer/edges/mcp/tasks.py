@@ -40,10 +40,12 @@ def own(caller: Caller, number: int) -> dict[str, Any]:
     engine = caller.layer.engine
     with engine.reading() as session:
         row = session.one(f"select principal from {engine.schema_prefix}ledger_execution where id = ?", (number,))
-        sovereign = caller.layer._mine(session).sovereign()
+        sovereign = caller.layer.my_policy(session).sovereign()
     if row is None or (row[0] != caller.principal and not sovereign):
         raise NotFound(f"there is no execution {number}")
-    found: dict[str, Any] = caller.layer._as(OWNER).query("select * from execution where id = :e", {"e": number})[0]
+    found: dict[str, Any] = caller.layer.acting_as(OWNER).query("select * from execution where id = :e", {"e": number})[
+        0
+    ]
     return found
 
 

@@ -127,9 +127,9 @@ class Seen:
     def __init__(self, caller: Caller, session: Any) -> None:
         layer = caller.layer
         self.caller, self.epoch = caller, clock(layer.engine, session)[1]
-        self.policy: Policy = layer._catalog.policy(session, caller.principal, self.epoch)
-        self.schema: Schema = layer._catalog.schema(session, MAIN_CHAIN, self.epoch)
-        rows = layer._catalog.rows(session, FUNCTION, MAIN_CHAIN)
+        self.policy: Policy = layer.catalog.policy(session, caller.principal, self.epoch)
+        self.schema: Schema = layer.catalog.schema(session, MAIN_CHAIN, self.epoch)
+        rows = layer.catalog.rows(session, FUNCTION, MAIN_CHAIN)
         self.functions = [
             row
             for row in sorted(rows, key=lambda row: row["name"])

@@ -172,7 +172,7 @@ class Watcher:
             return True
         layer = self.serving.layer
         with layer.engine.reading() as session:
-            rows = layer._catalog.rows(session, TOKEN, MAIN_CHAIN, "where x.id = ?", (caller.token,))
+            rows = layer.catalog.rows(session, TOKEN, MAIN_CHAIN, "where x.id = ?", (caller.token,))
         over = not rows or rows[0]["revoked"] is not None
         return not over and (rows[0]["expires"] is None or rows[0]["expires"] > datetime.now(UTC))
 

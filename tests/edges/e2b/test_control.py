@@ -22,7 +22,7 @@ def environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     for name, value in server.e2b().items():
         monkeypatch.setenv(name, value)
     yield
-    for box in boxes(server.layer, server.layer._me):  # of a test that failed
+    for box in boxes(server.layer, server.layer.my_id):  # of a test that failed
         server.layer.call("box.kill", box=box["id"])
 
 

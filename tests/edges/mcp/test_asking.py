@@ -144,7 +144,7 @@ def test_approvals_are_answered_by_people_alone(desk: Server) -> None:
         "digest": "d",
         "status": "pending",
     }
-    with layer._tx(None, "main", "a proposal") as tx:
+    with layer.in_tx(None, "main", "a proposal") as tx:
         number = tx.record(entity, tx._encoded(entity, row))
 
     async def act() -> None:
