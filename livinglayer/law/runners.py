@@ -107,7 +107,7 @@ class Runner:
 
 def of(layer: Any) -> Runner:
     """This process as a runner of a layer; made at its first use."""
-    ledger = layer._ledger
+    ledger = layer.ledger
     found: Runner | None = ledger.runner
     if found is None or found.pid != os.getpid():
         made = Runner(layer.engine, layer.settings.runner_seconds)

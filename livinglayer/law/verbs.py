@@ -90,7 +90,7 @@ class Call:
         self.asking, self.execution = asking, execution
         self.layer = copy.copy(layer)  # the same layer, acting as whoever calls and in this execution alone
         self.layer.my_id = asking.principal
-        self.layer._execution = lambda principal=None: execution
+        self.layer.execution_by = lambda principal=None: execution
         self.branch, self.reason = asking.branch, asking.reason
 
     def writing(self, cause: str | None, seen: Items | None) -> dict[str, Any]:
