@@ -19,7 +19,7 @@ from edges.provider import CLIENT, SECRET, Provider
 from edges.serving import Server
 
 from livinglayer.edges.http import oidc
-from livinglayer.edges.http.auth import Gate
+from livinglayer.edges.http.auth import WRONG, Gate
 from livinglayer.edges.http.metrics import Metrics
 from livinglayer.edges.http.serving import Serving
 from livinglayer.errors import Conflict, Denied, Invalid, Unauthenticated, Unavailable
@@ -231,11 +231,28 @@ def test_attempts_are_sealed_and_end(serving: Serving, server: Server) -> None:
         oidc.sealed(layer, attempt(serving, until=1)),
     ):
         with pytest.raises(Unauthenticated):
-            oidc.finish(serving, {"state": given["state"], "code": "x"}, wrong)
+            oidc.begun(serving, {"state": given["state"]}, wrong)
+    for state in ({}, {"state": ""}, {"state": "é"}, {"state": given["state"][:-1]}):
+        with pytest.raises(Unauthenticated):
+            oidc.begun(serving, state, cookie)
+    begun = oidc.begun(serving, {"state": given["state"]}, cookie)
     with pytest.raises(Unauthenticated, match="another provider"):
-        oidc.finish(serving, {"state": given["state"], "code": "x", "iss": "https://evil.test"}, cookie)
+        oidc.finish(serving, {"code": "x", "iss": "https://evil.test"}, begun)
     with pytest.raises(Unauthenticated, match="used before"):
-        oidc.finish(serving, {"state": given["state"], "code": "x"}, cookie)
+        oidc.finish(serving, {"code": "x"}, begun)
+
+
+def test_a_page_of_a_stranger_locks_nobody_out(server: Server, configure: Callable[..., None]) -> None:
+    known(server)
+    browser, kept = httpx.Client(timeout=30), "select count(*) as n from sign_in"
+    before = server.layer.query(kept)
+    begun = browser.get(f"{server.url}/login/oidc")
+    for n in range(WRONG + 5):  # pictures bring no cookie, windows that are opened bring one
+        assert httpx.get(f"{server.url}{oidc.CALLBACK}?state=x{n}&code=y").status_code == 401
+        assert browser.get(f"{server.url}{oidc.CALLBACK}?state=x{n}&code=y").status_code == 401
+    assert server.layer.query(kept) == before, "nor do they fill the history"
+    back = browser.get(begun.headers["location"]).headers["location"]
+    assert browser.get(back).status_code == 303
 
 
 def test_what_a_provider_may_be(

@@ -243,15 +243,16 @@ async def handle(serving: Serving, request: Request) -> Response:
     address = address_of(request)
     if serving.gate.locked(address):
         raise auth.locked_out()
+    given = dict(request.query_params)
+    # Any page can send a browser here, 20 pictures at once: what this browser did not begin is refused and counts nothing.
+    attempt = await serving.do(begun, serving, given, request.cookies.get(COOKIES[serving.tls][0]))
     try:
-        principal, to = await serving.do(
-            finish, serving, dict(request.query_params), request.cookies.get(COOKIES[serving.tls][0])
-        )
+        principal = await serving.do(finish, serving, given, attempt)
     except Unauthenticated as error:
         await auth.refused(serving, "oidc", request.headers, address, error.message)
         raise
     cookie = await auth.open_session(serving, principal, "oidc", address, request.headers.get("user-agent"))
-    response = home.entered(serving, cookie, to)
+    response = home.entered(serving, cookie, attempt["to"])
     name, path = COOKIES[serving.tls]
     response.delete_cookie(name, path, secure=serving.tls, httponly=True, samesite="lax")
     return response
@@ -285,11 +286,17 @@ def local(path: str) -> bool:
     return path.startswith("/") and not path.startswith(("//", "/\\")) and path.isascii() and path.isprintable()
 
 
-def finish(serving: Serving, given: Mapping[str, str], cookie: str | None) -> tuple[int, str]:
-    """Whose browser has come back, and where it wanted to go; Unauthenticated unless all of it holds."""
-    found, attempt = known(serving), opened(serving.layer.id, cookie)
+def begun(serving: Serving, given: Mapping[str, str], cookie: str | None) -> dict[str, Any]:
+    """The attempt that a browser comes back from; Unauthenticated when it did not begin that one."""
+    attempt = opened(serving.layer.id, cookie)
     if not hmac.compare_digest(given.get("state", "").encode(), attempt["state"].encode()):
         raise Unauthenticated("this browser did not begin to sign in, or did once more since")
+    return attempt
+
+
+def finish(serving: Serving, given: Mapping[str, str], attempt: Mapping[str, Any]) -> int:
+    """Who has come back from an attempt; Unauthenticated unless all of it holds."""
+    found = known(serving)
     if not serving.layer.engine.claim([f"oidc/{attempt['state']}"], secrets.token_hex(8), ATTEMPT + SKEW):
         raise Unauthenticated("this attempt to sign in was used before")
     if "iss" in given and given["iss"].rstrip("/") != found.provider.issuer:
@@ -306,7 +313,7 @@ def finish(serving: Serving, given: Mapping[str, str], cookie: str | None) -> tu
         headers["authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
     answer = asked(found.endpoint("token_endpoint"), form, headers)
     claims = proven(found, answer.get("id_token"), attempt["nonce"])
-    return who(serving, found.provider, claims), attempt["to"]
+    return who(serving, found.provider, claims)
 
 
 def proven(found: Known, token: object, nonce: str) -> dict[str, Any]:
