@@ -238,7 +238,7 @@ def test_metrics_are_an_owners(server: Server) -> None:
 
 def test_health_needs_nobody(server: Server) -> None:
     assert httpx.get(f"{server.url}/healthz").json() == {"status": "ok"}
-    assert httpx.get(f"{server.url}/readyz").json()["status"] == "ready"
+    assert httpx.get(f"{server.url}/readyz").json() == {"status": "ready"}, "and nothing of the layer"
 
 
 def test_a_request_with_two_names_is_for_nobody(server: Server) -> None:

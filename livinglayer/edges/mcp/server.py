@@ -405,16 +405,15 @@ def asgi(serving: Serving) -> ASGIApp:
 
 
 def _patient(serving: Serving, receive: Receive) -> Receive:
-    """What a client sends, if it comes in time; when the server closes, nobody is there any more."""
-    whole = False
+    """What a client sends, if all of it comes in time; when the server closes, nobody is there any more."""
+    whole, until = False, time.monotonic() + PATIENCE
 
     async def receiving() -> Message:
         nonlocal whole
+        left = None if whole else max(0.0, until - time.monotonic())
         coming, closing = asyncio.ensure_future(receive()), asyncio.ensure_future(serving.closing.wait())
         try:
-            await asyncio.wait(
-                {coming, closing}, timeout=None if whole else PATIENCE, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({coming, closing}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
                 return {"type": "http.disconnect"}
             message = coming.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -16,6 +17,11 @@ import httpx
 import pytest
 from edges.mcp.clients import HEADERS, MODES, NEW, ask, asked, names, over_http, over_stdio, post, run, use
 from edges.serving import Server
+
+from livinglayer.edges.http.auth import Gate
+from livinglayer.edges.http.metrics import Metrics
+from livinglayer.edges.http.serving import Serving
+from livinglayer.edges.mcp import server as speaking
 
 OLD = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 
@@ -145,6 +151,31 @@ def test_clients_that_hang_up_are_let_go(server: Server) -> None:
         is False
     )
     assert "Traceback" not in server.log, server.log
+
+
+def test_a_body_that_drips_is_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speaking, "PATIENCE", 0.5)
+    serving = Serving(server.layer, "", "", frozenset(), Gate(), Metrics())
+
+    async def drip() -> dict[str, Any]:
+        await asyncio.sleep(0.05)  # each drop soon enough
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def whole() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def act() -> None:
+        receive = speaking._patient(serving, drip)
+        drops = [await receive()]
+        while drops[-1]["type"] == "http.request" and len(drops) < 100:
+            drops.append(await receive())
+        assert drops[-1] == {"type": "http.disconnect"} and len(drops) > 1
+        receive = speaking._patient(serving, whole)
+        assert (await receive())["body"] == b"{}"
+        await asyncio.sleep(0.6)  # an answer may take as long as it likes
+        assert (await receive())["type"] == "http.request"
+
+    asyncio.run(act())
 
 
 @pytest.mark.parametrize("mode", MODES)
