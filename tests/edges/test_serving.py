@@ -74,6 +74,27 @@ def test_a_head_without_end_is_cut_off_and_holds_up_nobody(server: Server, begun
     assert httpx.get(f"{server.url}/healthz", timeout=5).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"Host: \xff", b"Host: 127.0.0.1\xc3\xa9", b"Host: xn--a-", b"Host: " + b"a" * 70, b"Host: ", b"Connection: Upgrade, \xff",
+        b"Sec-WebSocket-Extensions: \xff", b"Sec-WebSocket-Protocol: a, \xff", b"Sec-WebSocket-Key: \xff", b"Sec-WebSocket-Version: \xff",
+        b"Cookie: \xff", b"Origin: \xff", b"E2b-Sandbox-Id: \xff", b"E2b-Sandbox-Port: \xff",
+    ],
+)  # fmt: skip
+def test_a_websocket_with_a_head_of_any_bytes_gets_an_answer(server: Server, wrong: bytes) -> None:
+    head = {
+        b"Host": b"127.0.0.1", b"Upgrade": b"websocket", b"Connection": b"Upgrade", b"Sec-WebSocket-Key": b"dGhlIHNhbXBsZSBub25jZQ==",
+        b"Sec-WebSocket-Version": b"13",
+    }  # fmt: skip
+    name, _, value = wrong.partition(b": ")
+    sent = b"".join(b"%s: %s\r\n" % pair for pair in (head | {name: value}).items())
+    with socket.create_connection(("127.0.0.1", server.port), 10) as line:
+        line.sendall(b"GET / HTTP/1.1\r\n" + sent + b"\r\n")
+        assert re.match(rb"HTTP/1.1 (4\d\d|502) ", line.recv(1000))
+    assert "Traceback" not in server.log
+
+
 def test_numbers_that_are_none_are_no_failure(server: Server) -> None:
     for name, value in (("e2b-sandbox-port", b"\xb2"), ("e2b-sandbox-port", b"99999"), ("mcp-session-id", b"\xb2")):
         headers = {b"e2b-sandbox-id": b"x", name.encode(): value, b"x-api-key": server.key().encode()}

@@ -1,4 +1,4 @@
-"""Heads: HTTP/1.1 whose request lines, headers and trailers come to an end: soon, and after so many bytes."""
+"""Heads: HTTP/1.1 whose request lines, headers and trailers come to an end: soon, and after so many bytes; those of WebSockets are text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .serving import PATIENCE
 
 LARGEST = 256 << 10  # bytes of a head, and a read more
+# What is read as text when a connection becomes a WebSocket, where anything else would be a traceback and no answer.
+TEXTS = {b"host": "idna"} | dict.fromkeys(
+    (b"connection", b"sec-websocket-extensions", b"sec-websocket-protocol"), "ascii"
+)
 
 
 class Heads(HttpToolsProtocol):
@@ -40,6 +44,16 @@ class Heads(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._arrived()
         super().on_headers_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        try:
+            for name, value in self.headers:
+                if (reading := TEXTS.get(name)) is not None:
+                    value.decode(reading)
+        except UnicodeError:
+            self.send_400_response(f"The header {name.decode()} is no text.")
+        else:
+            super().handle_websocket_upgrade()
 
     def on_body(self, body: bytes) -> None:
         self._pending = 0
