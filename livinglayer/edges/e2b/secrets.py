@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ...errors import Conflict, Invalid, LayerError, NotFound, Unauthenticated
+from ...errors import Conflict, Denied, Invalid, LayerError, NotFound, Unauthenticated
 from ...sandbox.egress.secrets import variable
 from ..http.serving import Caller, Serving
 from .control import EMPTY, said
@@ -34,7 +34,10 @@ async def handle(serving: Serving, request: Request, caller: Caller | None = Non
         return await serving.do(functools.partial(caller.layer.call, verb, given))
 
     async def known() -> list[dict[str, Any]]:
-        return await serving.do(_known, caller)
+        try:
+            return await serving.do(_known, caller)
+        except NotFound:  # whoever may read of no secret has none
+            return []
 
     async def find(text: str) -> dict[str, Any]:
         for secret in await known():
@@ -58,7 +61,10 @@ async def handle(serving: Serving, request: Request, caller: Caller | None = Non
             notes = _notes(name, given.get("metadata"))
             if any(secret["name"] == name for secret in await known()):
                 raise Conflict(f"a secret {name!r} exists already", hint="POST /secrets/NAME gives it another value")
-            await call("secret.set", name=variable(name), value=value, description=notes)
+            try:
+                await call("secret.set", name=variable(name), value=value, description=notes)
+            except (Denied, NotFound):  # in the same words whether there is one of this name or not
+                raise Denied(f"{caller.name} may not keep secret {name!r}", hint="an owner can grant it") from None
             return JSONResponse(await find(name), 201)
         case "GET", text:
             return JSONResponse(await find(text))

@@ -191,6 +191,12 @@ def test_secrets_are_kept_and_put_into_headers(server: Server, upstream: Upstrea
     ann = server.key("ann")
     server.layer.grant("ann", "call", "box:net")
     assert not e2b.Secret.exists("model-key", api_key=ann)
+    assert e2b.Secret.list(api_key=ann).next_items() == [] and not e2b.Secret.destroy("model-key", api_key=ann)
+    for name in ("model-key", "other"):  # whether it is there is not told
+        with pytest.raises(e2b.exceptions.SecretException, match=f"^403: ann may not keep secret '{name}'"):
+            e2b.Secret.create(name, KEY, api_key=ann)
+    with pytest.raises(e2b.exceptions.SecretNotFoundException):
+        e2b.Secret.update("model-key", KEY, api_key=ann)
     with pytest.raises(e2b.SandboxException):  # she may not use it, so no box of hers does
         e2b.Sandbox.create("net", network=network, api_key=ann)
     assert e2b.Secret.destroy("model-key")
