@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ import pytest
 from edges.serving import Server
 
 from livinglayer.edges.cli.serving import Text
+from livinglayer.settings import config_directory
 
 
 def layer_command(server: Server, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -130,6 +132,14 @@ def test_commands_find_the_server(server: Server) -> None:
     assert values["E2B_API_URL"] == values["E2B_SANDBOX_URL"] == server.url
     assert re.fullmatch("e2b_[0-9a-f]{40}", values["E2B_API_KEY"])
     assert layer_command(server, "env", "--e2b").stdout == found.stdout, "one key, made once"
+    keys = "select id, expires from token where name = 'layer env' order by id"
+    [key] = server.layer.query(keys)
+    assert timedelta(days=29) < key["expires"] - datetime.now(UTC) < timedelta(days=30)
+    [kept] = (config_directory() / "e2b").glob(f"{server.layer.id}.*")
+    assert kept.stat().st_mode & 0o777 == 0o600
+    for other in (server.token("owner", "e2b", seconds=3600), server.key("ann")):  # one that ends soon, one of another
+        kept.write_text(other)
+        assert other not in layer_command(server, "env", "--e2b").stdout
     assert layer_command(server, "login").stdout.startswith(f"{server.url}/login?token=login_")
     made = layer_command(server, "token", "create", "--format", "e2b", "--scope", "boxes", "--expires", "1h")
     assert re.fullmatch("e2b_[0-9a-f]{40}\n", made.stdout)

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from argparse import Namespace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 GROUPS = {"token": "What principals prove themselves with: API keys of this layer's server."}
 LOCAL = ("127.0.0.1", "localhost", "::1")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+LASTING, SHORT = timedelta(days=30), timedelta(days=7)  # of the key that `layer env` keeps, and when it makes the next
 
 
 @command(
@@ -259,7 +260,7 @@ def env(layer: Layer, args: Namespace, out: Printer) -> None:
 
 
 def kept_key(layer: Layer, principal: str) -> str:
-    """The E2B key of a principal on this machine: the one that was made before, while it is good."""
+    """The E2B key of a principal on this machine: the one that was made before, while it is good for some days more."""
     from livinglayer.law import tokens
 
     if principal != layer.me:
@@ -269,9 +270,12 @@ def kept_key(layer: Layer, principal: str) -> str:
     path = config_directory() / "e2b" / f"{layer.id}.{principal}"
     try:
         text = path.read_text().strip()
-        tokens.prove(layer, text)
+        found = tokens.prove(layer, text)
+        if found.name != principal or found.expires is None or found.expires - datetime.now(UTC) < SHORT:
+            raise tokens.nobody()
     except (OSError, Unauthenticated):
-        text = layer.call("token.create", {"name": "layer env", "principal": principal, "kind": "e2b"})["token"]
+        given = {"name": "layer env", "principal": principal, "kind": "e2b", "seconds": LASTING.total_seconds()}
+        text = layer.call("token.create", given)["token"]
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text + "\n")
