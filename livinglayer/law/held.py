@@ -578,17 +578,18 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
     row = dict(find(layer, held["blueprint"], principal))
     if name is not None and _anothers(layer, principal, name):
         raise Conflict(f"a blueprint {name!r} exists already", hint="another name")
-    taken = Sandbox.connect(found["id"]).snapshot(memory=memory and found["tier"] in VIRTUAL)
+    holder = f"{layer.id}/{secrets.token_hex(8)}"  # the host keeps equal content once, for all layers
+    taken = Sandbox.connect(found["id"]).snapshot(memory=memory and found["tier"] in VIRTUAL, holder=holder)
     called = name or taken.id
     if name is None and any(kept["name"] == called and giver(layer, kept) != principal for kept in _of(layer, called)):
         called = f"{called}-{secrets.token_hex(4)}"  # somebody else has kept the same files
     entity = SYSTEM.by_name["blueprint"]
     annotations = {
-        "snapshot": {"box": found["id"], "of": row["name"], "created": taken.created, "named": name is not None}
-    }
+        "snapshot": {"box": found["id"], "of": row["name"], "created": taken.created, "named": name is not None, "holder": holder}
+    }  # fmt: skip
     kept = {**row, "name": called, "snapshot": taken.id, "annotations": annotations, "description": f"box {found['id']}"}  # fmt: skip
 
-    def act(tx: Tx) -> None:
+    def act(tx: Tx) -> Any:
         known = layer.catalog.rows(tx.session, entity, tx.chain, f"where x.{entity.by_name['name'].store} = ?", (called,))  # fmt: skip
         if known and (known[0].get("snapshot") is None or giver(layer, known[0]) != principal):
             raise Conflict(f"a blueprint {called!r} exists already", hint="another name")
@@ -598,13 +599,15 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
             tx.fact("ledger_snapshot", taken.id, f"b{held['execution']}", taken.parent, moment)
         values = {f.name: kept.get(f.name) for f in entity.fields}
         tx.record(entity, tx._encoded(entity, values), known[0]["id"] if known else None)
+        return known[0] if known and known[0]["snapshot"] == taken.id else None
 
     try:
-        layer.ledger.write(call.execution, "main", act)
+        before = layer.ledger.write(call.execution, "main", act)
     except BaseException:
-        if taken.id != found["snapshot"] and not _of(layer, taken.id):
-            run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": taken.id}))
+        let_go(taken.id, holder)
         raise
+    if before is not None:
+        let_go(taken.id, _holder(before))
     return {"snapshot": taken.id, "blueprint": called, "box": found["id"], "memory": taken.memory}
 
 
@@ -628,12 +631,18 @@ def forget(call: Call, *, snapshot: str) -> Any:
         raise NotFound(f"there is no snapshot {snapshot!r:.120}")
     entity = SYSTEM.by_name["blueprint"]
     layer.ledger.write(call.execution, "main", lambda tx: tx.erase(entity, row["id"]))
-    if not _of(layer, row["snapshot"]):
-        try:
-            run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": row["snapshot"]}))
-        except NotFound:
-            pass
+    let_go(row["snapshot"], _holder(row))
     return {"forgotten": row["name"], "snapshot": row["snapshot"]}
+
+
+def let_go(snapshot: str, holder: str) -> None:
+    """Tell the host that a holder of a snapshot needs it no more; it goes with the last of them."""
+    with contextlib.suppress(NotFound):
+        run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": snapshot, "holder": holder}))
+
+
+def _holder(row: Mapping[str, Any]) -> str:
+    return str(((row.get("annotations") or {}).get("snapshot") or {}).get("holder", ""))
 
 
 def snapshots(layer: Any, principal: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from ..substrate import branches
 from ..substrate.ledger import Execution, now
 from ..substrate.reads import clock
 from ..substrate.values import datetime_text, json_text
-from . import contracts, tending
+from . import contracts, held, tending
 from .executions import STEPS, digest, traceparent
 from .kept import PASSING
 from .verbs import Call, Object, verb
@@ -44,11 +44,12 @@ def fork(
         if number is not None and (cut := _arguments(layer, number).get("slice")) is not None:
             making.slice, making.reads = cut, contracts.view(layer, contract, cut, source)
     layer.ledger.intend(call.execution)
-    snapshot = parent.snapshot()
     key = secrets.token_hex(8) if making is None else making.key
     token = None if making is None else contracts.token(layer.id, key)
-    (child,) = parent.fork(1, names=[child_name], labels=contracts.labels(layer.id, key), token=token)
+    holder = f"{layer.id}/{key}"
+    snapshot, child = parent.snapshot(holder=holder), None
     try:
+        (child,) = parent.fork(1, names=[child_name], labels=contracts.labels(layer.id, key), token=token)
         execution = _execution(call, making, name, child, key)
         with layer.ledger.work() as work:
             number_of_branch = branches.forked(work, call.execution, name, source, slice, None, call.reason)
@@ -71,7 +72,9 @@ def fork(
             tx.fact("ledger_step", execution.id, 1, "box", json_text("step", step), now())
             tx.finish()
     except BaseException:
-        child.kill()  # without the branch there is no box
+        if child is not None:
+            child.kill()  # without the branch there is no box
+        held.let_go(snapshot.id, holder)
         raise
     layer.ledger.let_go(execution)
     if making is not None and making.sliced:
@@ -184,14 +187,14 @@ def living(layer: Any, branch: str) -> list[tuple[Any, str | None]]:
 
 def _work(layer: Any, box: Any, since: str | None) -> list[dict[str, Any]]:
     """What a box wrote since it was forked: contents are kept, by digest."""
-    taken = box.snapshot()
+    holder = f"{layer.id}/{secrets.token_hex(8)}"
+    taken = box.snapshot(holder=holder)
     try:
         changes = run_blocking(blocking_client().call({"do": "snapshot.diff", "a": since, "b": taken.id}))
     except LayerError:  # the snapshot it began as is gone
         changes = box.changes()
     finally:
-        if taken.id != since:
-            run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": taken.id}))
+        held.let_go(taken.id, holder)
     found = []
     for change in changes:
         path = change["path"]

@@ -203,7 +203,7 @@ def create(
         return {"template": annotations["template"]["id"], "build": build, "name": called, "tags": wanted}
 
     made = layer.ledger.write(call.execution, "main", act)
-    _drop(forgotten)
+    _drop(layer, forgotten)
     return made
 
 
@@ -577,7 +577,7 @@ class Making:
         try:
             started(box, about, min(self._left(), READY), lambda line: self.log.add(line, "info", self.step))
             if box.tier in VIRTUAL:
-                return {**about, "snapshot": box.snapshot(memory=True).id}
+                return {**about, "snapshot": box.snapshot(memory=True, holder=f"{self.layer.id}/{self.build}").id}
         finally:
             box.kill()
         return about
@@ -799,16 +799,16 @@ def remove(call: Call, *, template: str) -> Any:
             tx.erase(BLUEPRINT, known["id"])
 
     layer.ledger.write(call.execution, "main", act)
-    _drop(images)
+    _drop(layer, images)
     return {"removed": row["name"]}
 
 
-def _drop(builds: Sequence[Mapping[str, Any]]) -> None:
+def _drop(layer: Any, builds: Sequence[Mapping[str, Any]]) -> None:
     """What builds made and nothing names any more."""
     for made in builds:
         _forget({"do": "image.remove", "name": made["image"]})
         if kept := (made["start"] or {}).get("snapshot"):
-            _forget({"do": "snapshot.remove", "snapshot": kept})
+            held.let_go(kept, f"{layer.id}/{made['build']}")
 
 
 def _forget(request: dict[str, Any]) -> None:

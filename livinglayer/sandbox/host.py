@@ -405,7 +405,8 @@ class Host:
         place = f"/{inside.PLACE}" if box.blueprint.tier != "process" else str(inside.on_host())
         box.environment = {
             "PATH": f"{place}/bin:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
-            "LANG": "C.UTF-8",
+            "LC_CTYPE": "C.UTF-8",  # LANG would have each program open the files of twelve categories, to the same effect
+            **({"SHELL": "/bin/bash"} if box.blueprint.tier == "namespace" else {}),  # else bash looks its user up
             **inside.variables(place),
             "LAYER_BOX": box.id,
             **box.spec.environment,
@@ -767,8 +768,11 @@ class Host:
 
     # ---- snapshots and forks ----
 
-    async def snapshot(self, box: Box, memory: bool = False) -> dict[str, Any]:
-        """Keep the files of a box by content, and its memory where it is asked for and the tier can; it stands still for milliseconds."""
+    async def snapshot(self, box: Box, memory: bool = False, holder: str = "") -> dict[str, Any]:
+        """Keep the files of a box by content, and its memory where it is asked for and the tier can; it stands still for milliseconds.
+
+        It stays until its `holder` lets go of it, and whoever else holds equal content.
+        """
         layers, kept, labels = box.spec.root.layers, None, {}
         async with box.lock:
             if memory:
@@ -793,6 +797,7 @@ class Host:
                 parent=box.snapshot,
                 memory=kept,
                 labels=labels,
+                holder=holder,
             )
         except BaseException:
             self.disk.destroy(sealed)

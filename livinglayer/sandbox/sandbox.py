@@ -747,9 +747,12 @@ class AsyncSandbox:
         """Let go of its memory: kept on disk where it is wanted and the tier can ({"memory": True}), else its processes end and its files stay."""
         return await self._do("suspend", memory=memory)
 
-    async def snapshot(self, *, memory: bool = False) -> Snapshot:
-        """Keep what it holds, by content: its files, and with `memory` its processes too (tiers microvm and vm)."""
-        return Snapshot(**await self._do("snapshot", memory=memory))
+    async def snapshot(self, *, memory: bool = False, holder: str = "") -> Snapshot:
+        """Keep what it holds, by content: its files, and with `memory` its processes too (tiers microvm and vm).
+
+        Equal content is one snapshot; it stays until every `holder` has let go of it.
+        """
+        return Snapshot(**await self._do("snapshot", memory=memory, holder=holder))
 
     async def fork(
         self,

@@ -957,7 +957,14 @@ async def suspend(connection: Connection, request: dict[str, Any]) -> dict[str, 
 
 @verb("snapshot")
 async def snapshot(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
-    return await connection.host.snapshot(connection.host.find(request["box"]), bool(request.get("memory")))
+    box, holder = connection.host.find(request["box"]), _holder(request.get("holder", ""))
+    return await connection.host.snapshot(box, bool(request.get("memory")), holder)
+
+
+def _holder(given: object) -> str:
+    if not isinstance(given, str) or len(given) > 200:
+        raise Invalid(f"{given!r:.80} can't be the holder of a snapshot", hint="a text of 200 characters at most")
+    return given
 
 
 @verb("fork")
@@ -1051,9 +1058,12 @@ async def snapshot_diff(connection: Connection, request: dict[str, Any]) -> Any:
 
 
 @verb("snapshot.remove")
-async def snapshot_remove(connection: Connection, request: dict[str, Any]) -> None:
-    await asyncio.to_thread(connection.host.snapshots.remove, request["snapshot"])
-    await asyncio.to_thread(connection.host.collect)
+async def snapshot_remove(connection: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    holder = None if request.get("all") else _holder(request.get("holder", ""))
+    held = await asyncio.to_thread(connection.host.snapshots.remove, request["snapshot"], holder)
+    if not held:
+        await asyncio.to_thread(connection.host.collect)
+    return {"held": list(held)}
 
 
 @verb("images")

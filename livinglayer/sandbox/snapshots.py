@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Snapshot:
     memory: bool
     skipped: tuple[str, ...] = ()  # devices, which no snapshot holds
     labels: tuple[tuple[str, str], ...] = ()
+    holders: tuple[str, ...] = ()  # who keeps it: equal content is one snapshot, and goes with the last of them
 
 
 class Snapshots:
@@ -55,6 +57,7 @@ class Snapshots:
 
     def __init__(self, disk: Disk, layers: Layers, store: Store | None = None) -> None:
         self.disk, self.layers, self.store = disk, layers, store or layers.store
+        self._changing = threading.Lock()  # of who holds what
 
     # making
 
@@ -67,6 +70,7 @@ class Snapshots:
         parent: str | None = None,
         memory: Path | None = None,
         labels: dict[str, str] | None = None,
+        holder: str = "",
         keep: bool = False,
         entries: int | None = None,
         size: int | None = None,
@@ -99,10 +103,19 @@ class Snapshots:
                 "memory": remembered.id if remembered else None, "skipped": found.skipped[:100], "labels": labels or {},
             }  # fmt: skip
             id = identify(chain, remembered.id if remembered else None)
+            return self._hold(id, record, holder)
+
+    def _hold(self, id: str, record: dict[str, Any], holder: str) -> Snapshot:
+        """Keep a record for one holder more."""
+        with self._changing:
             old = self.store.find_ref("snapshot", id)
-            if old is None or (labels and labels != old.get("labels")):
-                self.store.write_ref("snapshot", id, record if old is None else old | {"labels": labels})
-        return self.get(id)
+            holders = set() if old is None else set(_holders(old))
+            new = (old or record) | {"holders": sorted({*holders, holder})}
+            if record["labels"]:
+                new["labels"] = record["labels"]
+            if new != old:
+                self.store.write_ref("snapshot", id, new)
+            return self.get(id)
 
     def _known(self, sealed: Path) -> Callable[[int, int], tuple[str | int, ...] | None]:
         """Where the content of an untouched file lies.
@@ -180,7 +193,7 @@ class Snapshots:
                 raise Corrupt(f"the record of snapshot {id} does not hold what was written")
             return Snapshot(
                 id, chain, document["parent"], document["size"], document["created"], document["tier"], document["memory"] is not None,
-                tuple(document["skipped"]), tuple(sorted(document["labels"].items())),
+                tuple(document["skipped"]), tuple(sorted(document["labels"].items())), _holders(document),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise Corrupt(f"the record of snapshot {id} can't be read: {error}") from None
@@ -242,9 +255,19 @@ class Snapshots:
         names = self.load(id)
         return read_stacked([self.layers.path(name) for name in names], path, limit)
 
-    def remove(self, id: str) -> None:
-        """Forget a snapshot; boxes that stand on it keep their layers, and what nothing else needs goes at the next collection."""
-        self.store.remove_ref("snapshot", self.get(id).id)
+    def remove(self, id: str, holder: str | None = "") -> tuple[str, ...]:
+        """Let go of a snapshot for one holder, or with None for all; who still holds it. With the last of them it is forgotten.
+
+        Boxes that stand on it keep their layers, and what nothing else needs goes at the next collection.
+        """
+        with self._changing:
+            found = self.get(id)
+            left = tuple(other for other in found.holders if holder not in (None, other))
+            if not left:
+                self.store.remove_ref("snapshot", found.id)
+            elif left != found.holders:
+                self.store.write_ref("snapshot", found.id, self.store.ref("snapshot", found.id) | {"holders": left})
+            return left
 
     # comparing
 
@@ -283,6 +306,7 @@ class Snapshots:
         id = self.get(id).id
         with self.store.reading(), tarfile.open(fileobj=file, mode="w|") as archive:
             document = self.store.ref("snapshot", id)
+            document.pop("holders", None)  # those are this machine's
             _member(archive, "snapshot.json", json.dumps({"format": 1, "id": id, **document}).encode())
             for chunk in dict.fromkeys(self._needed(document)):
                 stored = self.store.get_packed(chunk)
@@ -319,10 +343,7 @@ class Snapshots:
                     for _ in manifest.entries(manifest.read(layer, get), get):
                         pass  # reading checks order and paths
             writer.commit()
-            id = identify(tuple(record["layers"]), record["memory"])
-            if self.store.find_ref("snapshot", id) is None:
-                self.store.write_ref("snapshot", id, record)
-        return self.get(id)
+            return self._hold(identify(tuple(record["layers"]), record["memory"]), record, "")
 
     # upkeep
 
@@ -381,6 +402,10 @@ class Snapshots:
 def identify(chain: Sequence[str], memory: str | None) -> str:
     """The id of a snapshot: the hash of what it is made of."""
     return blake3(json.dumps([1, list(chain), memory], separators=(",", ":")).encode()).hexdigest()[:40]
+
+
+def _holders(document: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(document.get("holders", ("",)))
 
 
 def _member(archive: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -397,6 +397,12 @@ def test_snapshots_are_kept_compared_and_removed(run: Run) -> None:
     assert run("cp", "again:a", "-").out == "one"
     assert run("snapshots", "remove", first["id"][:16], second["id"]).code == 0
     assert run("snapshots", "list", "--json").json == []
+    code = "from livinglayer.sandbox import Sandbox; print(Sandbox.connect('work').snapshot(holder='some-layer/1').id)"
+    held = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    refused = run("snapshots", "remove", held)
+    assert refused.code == 5 and "is held by some-layer" in refused.err
+    assert run("snapshots", "remove", held, "--all").code == 0
+    assert run("snapshots", "list", "--json").json == []
 
 
 def test_forks_stay_and_are_apart(box: str, run: Run) -> None:

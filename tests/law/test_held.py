@@ -14,6 +14,7 @@ from livinglayer import Layer
 from livinglayer.errors import Conflict, Denied, Invalid, LimitExceeded, NotFound
 from livinglayer.law import held, tending
 from livinglayer.law.replay import replay
+from livinglayer.sandbox.client import blocking_client, run_blocking
 from livinglayer.sandbox.sandbox import Sandbox
 
 embedded = pytest.mark.parametrize("engine", ["sqlite"], indirect=True)  # where the engine does not matter
@@ -342,3 +343,40 @@ def test_forks_are_within_a_quota_all_together(room: Layer) -> None:
     with pytest.raises(LimitExceeded, match="quota"):
         room.call("box.fork", box=box["box"], count=3, principal="ann")
     assert len(room.call("box.fork", box=box["box"], count=2, principal="ann")) == 2
+
+
+@embedded
+def test_equal_snapshots_of_two_layers_on_one_host_are_each_ones_own(
+    room: Layer, make_layer: Callable[[], Layer]
+) -> None:
+    with prepared(make_layer()) as other:
+        mine = opened(room)["box"]
+        Sandbox.connect(mine).run("echo >/home/user/something that no other test keeps")
+        first = room.call("box.snapshot", box=mine, principal="ann")
+        theirs = other.call("box.open", blueprint="small", snapshot=first["snapshot"], timeout=60)["box"]
+        second = other.call("box.snapshot", box=theirs)
+        assert first["snapshot"] == second["snapshot"] and room.id != other.id
+        with pytest.raises(Conflict):  # one that fails takes nothing away
+            other.call("box.snapshot", box=theirs, name="small")
+        again = other.call("box.snapshot", box=theirs)  # kept twice, it is one of ours all the same
+        assert again == second
+        other.call("box.forget", snapshot=again["snapshot"])
+        with pytest.raises(NotFound):
+            other.call("box.open", blueprint=again["snapshot"])
+        assert room.call("box.open", blueprint=first["snapshot"], timeout=60, principal="ann")["box"]
+        room.call("box.forget", snapshot=first["snapshot"], principal="ann")
+        assert first["snapshot"] not in {kept["id"] for kept in _kept()}
+
+
+@embedded
+def test_merging_takes_no_snapshot_away_that_a_fork_was_kept_as(room: Layer) -> None:
+    fork = Sandbox.connect(room.call("reality.fork", name="elsewhere", box=opened(room)["box"])["id"])
+    fork.run("echo >/home/user/new")
+    kept = fork.snapshot()
+    room.call("reality.merge", {"name": "elsewhere"})
+    with Sandbox.create("namespace", snapshot=kept) as box:
+        assert box.files.read("/home/user/new") == b"\n"
+
+
+def _kept() -> list[dict[str, Any]]:
+    return list(run_blocking(blocking_client().call({"do": "snapshots"})))

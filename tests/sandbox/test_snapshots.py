@@ -614,6 +614,54 @@ def test_collect_keeps_the_layers_of_live_boxes(place: Place) -> None:
     assert place.store.usage().chunks == 0
 
 
+def test_equal_content_is_one_snapshot_and_goes_with_the_last_who_holds_it(place: Place, tmp_path: Path) -> None:
+    base, box = place.base({"x": "x" * 5000}), place.box()
+    (box / "u/y").write_text("y")
+    first, second = (place.snapshots.snapshot(place.disk.seal(box), base, holder=who) for who in ("ann", "bob"))
+    assert first.id == second.id and second.holders == ("ann", "bob")
+    assert place.snapshots.remove(first.id, "ann") == place.snapshots.remove(first.id, "ann") == ("bob",)
+    assert place.snapshots.remove(first.id) == ("bob",)  # whoever holds nothing takes nothing
+    place.snapshots.collect()
+    assert place.snapshots.verify(second.id)
+    with open(tmp_path / "archive", "w+b") as file:
+        place.snapshots.export(second.id, file)
+        assert b"bob" not in (tmp_path / "archive").read_bytes()
+        file.seek(0)
+        assert place.snapshots.import_(file).holders == ("", "bob")
+    assert place.snapshots.remove(second.id, "bob") == ("",)
+    assert place.snapshots.remove(second.id) == ()
+    with pytest.raises(NotFound):
+        place.snapshots.get(second.id)
+    old = place.snapshots.snapshot(place.disk.seal(box), base)
+    place.store.write_ref("snapshot", old.id, {key: value for key, value in place.store.ref("snapshot", old.id).items() if key != "holders"})  # fmt: skip
+    place.snapshots.snapshot(place.disk.seal(box), base, holder="ann")
+    assert place.snapshots.remove(old.id, "ann") == ("",)  # one of before there were holders is not lost by this
+    assert place.snapshots.remove(old.id, None) == ()
+
+
+def test_who_holds_a_snapshot_has_it_however_others_come_and_go(place: Place) -> None:
+    base, box = place.base({"x": "x" * 5000}), place.box()
+    (box / "u/y").write_text("y")
+    errors: list[BaseException] = []
+
+    def work(who: str) -> None:
+        try:
+            for _ in range(15):
+                found = place.snapshots.snapshot(place.disk.seal(box), base, holder=who)
+                place.snapshots.verify(found.id)
+                assert who in place.snapshots.get(found.id).holders
+                place.snapshots.remove(found.id, who)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(str(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and place.snapshots.list_snapshots() == []
+
+
 def test_collect_beside_snapshots_being_made(place: Place) -> None:
     base = place.base({"x": "x" * 5000})
     place.snapshots.snapshot(place.disk.seal(place.box()), base)

@@ -770,15 +770,18 @@ def snapshots_diff(args: Namespace, out: Printer) -> None:
 @command(
     "box snapshots remove",
     arg("snapshots", nargs="+", metavar="SNAPSHOT", help="ids, or enough of their beginnings"),
+    arg("--all", action="store_true", help="also those that layers hold: boxes can't begin there any more"),
     opens=False,
     place="host",
 )
 def snapshots_remove(args: Namespace, out: Printer) -> None:
-    """Remove snapshots; boxes that were made from them go on, and what no other snapshot shares is freed."""
+    """Remove snapshots that no layer holds; boxes that were made from them go on, and what no other snapshot shares is freed."""
     removed = []
     for word in args.snapshots:
         id = snapshot_id(word)
-        host({"do": "snapshot.remove", "snapshot": id})
+        if held := host({"do": "snapshot.remove", "snapshot": id, "all": args.all})["held"]:
+            layers = ", ".join(sorted({holder.partition("/")[0] for holder in held}))
+            raise Conflict(f"snapshot {id} is held by {layers}", hint="box.forget there; --all removes it all the same")
         removed.append(id)
         out.say(f"Removed snapshot {id}")
     out.data(removed)
