@@ -19,6 +19,7 @@ from .settings import Settings, config_directory
 from .substrate import authority, branches, evolve, exchange, genesis
 from .substrate.backup import backup as make_backup
 from .substrate.backup import restore as load_backup
+from .substrate.blobs import naming
 from .substrate.branches import Merge
 from .substrate.catalog import Catalog
 from .substrate.engine import Engine
@@ -577,10 +578,8 @@ class Layer(Writes):
             last, epoch = clock(self.engine, session)
             moment = None if as_of is None else self.catalog.moment(session, as_of, last)
             chain = self.catalog.chain(session, self.catalog.branch(session, branch), moment)
-            found, policy = self.catalog.schema(session, chain, epoch), self.my_policy(session)
-            if policy.sovereign():
-                return found
-            return Schema(tuple(e for e in found.entities if policy.rules("read", found, e, branch).allows))
+            readable: Schema = self.my_policy(session).readable(self.catalog.schema(session, chain, epoch), branch)
+            return readable
 
     # Schema
 
@@ -806,16 +805,12 @@ class Layer(Writes):
         """Whether a row this principal may read names a content."""
         if self.my_id == OWNER:
             return True
-        for entity in self.schema().entities:
-            for f in entity.fields:
-                if f.type == "file":
-                    try:
-                        if self.query(
-                            f"select 1 as n from {entity.name} where {f.name} = :digest limit 1", {"digest": digest}
-                        ):
-                            return True
-                    except (NotFound, Invalid):  # not a field of this principal's
-                        continue
+        for sql in naming(self.schema()):
+            try:
+                if self.query(sql, {"digest": digest}):
+                    return True
+            except (NotFound, Invalid):  # not a field of this principal's
+                continue
         return False
 
     def only_owner(self, act: str) -> None:

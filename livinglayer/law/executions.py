@@ -321,6 +321,7 @@ class Run:
         if name.startswith("/") or ".." in name.split("/") or "\0" in name or len(name) > 1000:
             raise Invalid(f"{name!r} is not a name for an artifact", hint="a relative path")
         found = self.store(given.body, asked=True)
+        self.execution.contents.add(found)
         self.step("artifact", name=name, digest=found, content=found, bytes=len(given.body))
         return {"digest": found, "bytes": len(given.body)}
 

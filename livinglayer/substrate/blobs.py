@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from .schema import SYSTEM
+from .engine import marks
+from .schema import SYSTEM, Schema
 from .values import HASH
 
 if TYPE_CHECKING:
     from .catalog import Catalog
-    from .engine import Session
+    from .engine import Engine, Session
+
+SENT = "content/"  # the key under which the ledger knows that a principal has sent a content
+
+
+def sent(engine: Engine, session: Session, principals: Collection[int], digest: str) -> bool:
+    """Whether one of these principals has sent a content."""
+    # the digest too: an idempotency key that only reads like one of ours has that of its request
+    sql = f"select 1 from {engine.schema_prefix}ledger_key where key = ? and digest = ? and principal in ({marks(len(principals))})"
+    return session.one(sql, (SENT + digest, digest, *principals)) is not None
+
+
+def naming(schema: Schema) -> Iterator[str]:
+    """Queries of which one has a row where a row names the content :digest."""
+    for entity in schema.entities:
+        for f in entity.fields:
+            if f.type == "file":
+                yield f"select 1 as n from {entity.name} where {f.name} = :digest limit 1"
 
 
 def referenced(catalog: Catalog, session: Session) -> Iterator[str]:

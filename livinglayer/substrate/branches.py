@@ -444,7 +444,7 @@ def _merge_row(work: Work, tx: Tx, entity: Entity | None, known: Entity, table: 
         return
     if b is None or o is None or t is None:
         found = _conflict(plan, resolutions, entity, row_id, None, b, o, t)
-        if found is not None and not _equal(wanted := _resolved_row(entity, found, o, t, work), t):
+        if found is not None and not _equal(wanted := _resolved_row(entity, found, b, o, t, work), t):
             _take(tx, entity, table, row_id, t, wanted, plan)
         return
     wanted = dict(t)
@@ -459,9 +459,8 @@ def _merge_row(work: Work, tx: Tx, entity: Entity | None, known: Entity, table: 
             if "take" in found:
                 wanted[name] = o[name] if found["take"] == "ours" else t[name]
             else:
-                wanted[name] = entity.by_name[name].encode(
-                    entity.name, _revive(entity.by_name[name].type, found["value"]), work.settings.value_bytes
-                )
+                value = _revive(entity.by_name[name].type, found["value"])
+                wanted[name] = _settled(entity, name, value, (b[name], o[name], t[name]), work)
     if not _equal(wanted, t):
         _take(tx, entity, table, row_id, t, wanted, plan)
 
@@ -666,15 +665,33 @@ def _revive(kind: str, value: Any) -> Any:
     )
 
 
+def _settled(entity: Entity, name: str, value: Any, sides: Sequence[Stored], work: Work) -> Stored:
+    """What a resolution says a field shall be. A file is one that a side has: who resolves may name no other's content."""
+    f = entity.get(name)
+    stored = f.encode(entity.name, value, work.settings.value_bytes)
+    if f.type == "file" and stored is not None and stored not in sides:
+        raise Invalid(
+            f"{entity.name}.{name} is a file that no side has", hint="put it into the branch's row, then take ours"
+        )
+    return stored
+
+
 def _resolved_row(
-    entity: Entity, found: dict[str, Any], o: dict[str, Stored] | None, t: dict[str, Stored] | None, work: Work
+    entity: Entity,
+    found: dict[str, Any],
+    b: dict[str, Stored] | None,
+    o: dict[str, Stored] | None,
+    t: dict[str, Stored] | None,
+    work: Work,
 ) -> dict[str, Stored] | None:
     if "take" in found:
         return o if found["take"] == "ours" else t
     if found["value"] is None:
         return None
-    limit = work.settings.value_bytes
-    given = {k: entity.get(k).encode(entity.name, v, limit) for k, v in found["value"].items() if k != "id"}
+    sides = [side for side in (b, o, t) if side is not None]
+    given = {
+        k: _settled(entity, k, v, [side.get(k) for side in sides], work) for k, v in found["value"].items() if k != "id"
+    }
     return {**{f.name: None for f in entity.fields}, **(t or o or {}), **given}
 
 
@@ -698,7 +715,8 @@ def resolve(
             known = _conflict_field(work.catalog, work.session, work.version, row)
             if known is not None:
                 entity, f = known
-                resolution = {"value": f.encode(entity.name, resolution["value"], work.settings.value_bytes)}
+                sides = (row["base"], row["ours"], row["theirs"])
+                resolution = {"value": _settled(entity, f.name, resolution["value"], sides, work)}
         elif "value" in resolution and not isinstance(resolution["value"], dict | None):
             raise Invalid("a whole row is resolved with a dict of fields, None to delete it, or take='ours'|'theirs'")
         tx = work.tx(execution, reason=reason or f"resolve conflict {conflict}")

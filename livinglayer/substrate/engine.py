@@ -251,9 +251,9 @@ class Engine(Protocol):
         """A guarded connection for the names of a `reads.Source`."""
 
     def inside(
-        self, tx: Any, sql: str, params: Any, deadline: float, limit: int, narrow: Any = None
-    ) -> list[dict[str, Any]]:
-        """A guarded query within the write transaction, which sees what it has written."""
+        self, tx: Any, sql: str, params: Any, deadline: float, limit: int, narrow: Any = None, branch: str | None = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """A guarded query within the write transaction, which sees what it has written: on its branch, or another."""
 
 
 def marks(count: int) -> str:

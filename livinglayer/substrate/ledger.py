@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import Conflict, Denied, Invalid, LayerError, NotFound, TimedOut, Unavailable
 from ..settings import Settings
+from .blobs import naming, sent
 from .catalog import Branch, Catalog
 from .chain import GONE, clock_seal, facts_digest, tx_hash
 from .engine import LEDGER, Engine, Session, marks
@@ -25,7 +26,7 @@ from .permissions import Policy, Rules
 from .predicates import Env, Predicate, compile_predicate
 from .schema import MAIN, Entity, Field, Schema, dumps
 from .tables import Row, Table
-from .values import INT_MAX, Stored, json_text, recordable, text
+from .values import HASH, INT_MAX, Stored, json_text, recordable, text
 from .views import Chain, Level, arm_count, arms, field_sql
 
 MAIN_CHAIN: Chain = (Level(MAIN),)
@@ -128,6 +129,7 @@ class Execution:
     call: Mapping[str, Any] | None = None  # what was asked, as columns of ledger_call
     authority: int | None = None  # whose permissions decide, where these are not the principal's own
     brief: bool = False  # its first tx is its only one, and ends it
+    contents: set[str] = field(default_factory=set)  # hashes of contents that it has given: its rows may name them
     _predicates: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -249,6 +251,7 @@ class Tx:
         self.touched: dict[tuple[str, int], set[str]] = {}  # entity name and id: fields set, for the checks at the end
         self.before: dict[tuple[int, int], Row | None] | None = None  # rows as they were, where somebody looks at them
         self.facts: list[tuple[str, list[Stored]]] = []
+        self.named: set[str] = set()  # hashes of contents that its rows may name
         self.result: Any = None
         self._schema: tuple[Any, Schema] | None = None
         self._request: list[Any] = []
@@ -349,10 +352,8 @@ class Tx:
                 entity.get(label)
                 raise AssertionError
             what, encode, content = known
-            if content and isinstance(value, bytes | bytearray):
-                digest = sha256(value).hexdigest()
-                self.engine.put_blob(digest, bytes(value))
-                value = digest
+            if content and value is not None:
+                value = self._content(value)
             found[label] = None if value is None else encode(what, value, limit)
         if not partial:
             for f in entity.defaults:
@@ -365,6 +366,34 @@ class Tx:
                     hint="give it a value" if label in values else "it has no default",
                 )
         return found
+
+    def _content(self, value: Any) -> Any:
+        """The hash that a file field is given, its content stored; NotFound for one that its writer may not have."""
+        if isinstance(value, bytes | bytearray):
+            digest = sha256(value).hexdigest()
+            self.engine.put_blob(digest, bytes(value))
+            self.named.add(digest)
+            return digest
+        if isinstance(value, str) and value not in self.named and HASH.fullmatch(value):
+            if not (self.policy.sovereign() or value in self.execution.contents or self._may_have(value)):
+                raise NotFound(f"there is no content {value!r}", hint="give its bytes; over HTTP, POST /api/blob first")
+            self.named.add(value)
+        return value
+
+    def _may_have(self, digest: str) -> bool:
+        """Whether who acts or decides has sent a content, or may read a row that names it, on this branch or on main."""
+        if sent(self.engine, self.session, {self.execution.principal, self.execution.deciding}, digest):
+            return True
+        deadline = time.monotonic() + self.work.settings.query_seconds
+        main = self.work.catalog.schema(self.session, MAIN_CHAIN, self.work.version)
+        for branch, schema in {self.name: self.schema, "main": main}.items():
+            for sql in naming(self.policy.readable(schema, branch)):
+                try:
+                    if self.engine.inside(self, sql, {"digest": digest}, deadline, 1, branch=branch):
+                        return True
+                except (NotFound, Invalid):  # not a field of this principal's
+                    continue
+        return False
 
     def _default(self, entity: Entity, f: Field) -> Stored:
         value = f.initial

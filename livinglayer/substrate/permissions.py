@@ -136,6 +136,12 @@ class Policy:
             found = self._rules[key] = (schema, Rules(*sides))
         return found[1]
 
+    def readable(self, schema: Schema, branch: str | None) -> Schema:
+        """The entities that it may read something of."""
+        if self.sovereign():
+            return schema
+        return Schema(tuple(e for e in schema.entities if self.rules("read", schema, e, branch).allows))
+
     def _compile(self, grant: Grant, schema: Schema, entity: Entity) -> tuple[Grant, tuple[tuple[Predicate, Me], ...]]:
         try:
             return grant, tuple((compile_predicate(text, schema, entity), me) for text, me in grant.where)

@@ -785,12 +785,12 @@ class PostgresEngine:
             each.connection.close()
 
     def inside(
-        self, tx: Tx, sql: str, params: Any, deadline: float, limit: int, narrow: Narrow | None = None
-    ) -> list[dict[str, Any]]:
+        self, tx: Tx, sql: str, params: Any, deadline: float, limit: int, narrow: Narrow | None = None, branch: str | None = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """A guarded query within the write transaction, which sees what it has written."""
         assert self._writer is not None
-        branch = tx.work.catalog.branch(tx.session, tx.name)
-        source = Source(tx.work.catalog, tx.session, branch, None, tx.policy, tx.work.version, narrow)
+        found = tx.work.catalog.branch(tx.session, branch or tx.name)
+        source = Source(tx.work.catalog, tx.session, found, None, tx.policy, tx.work.version, narrow)
         name, _ = self.role(tx.policy.principal)
         return Reader(self, Line(self._writer), source, name).inside(sql, params, deadline, limit)
 

@@ -351,12 +351,12 @@ class SqliteEngine:
         connection.close(True)
 
     def inside(
-        self, tx: Tx, sql: str, params: Any, deadline: float, limit: int, narrow: Narrow | None = None
-    ) -> list[dict[str, Any]]:
+        self, tx: Tx, sql: str, params: Any, deadline: float, limit: int, narrow: Narrow | None = None, branch: str | None = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """A guarded query within the write transaction, which sees what it has written."""
         assert self._writer is not None
-        branch = tx.work.catalog.branch(tx.session, tx.name)
-        source = Source(tx.work.catalog, tx.session, branch, None, tx.policy, tx.work.version, narrow)
+        found = tx.work.catalog.branch(tx.session, branch or tx.name)
+        source = Source(tx.work.catalog, tx.session, found, None, tx.policy, tx.work.version, narrow)
         reader = Reader(self._writer, source)
         reader.most = self.settings.query_bytes // 4
         wide = {kind: self._writer.limit(kind, most) for kind, most in _WITHIN.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -303,6 +304,26 @@ def test_what_one_execution_keeps_has_a_limit(shop: Layer, monkeypatch: pytest.M
     run.steps += [("emit", {}, executions.now())] * STEPS
     with pytest.raises(LimitExceeded):
         run.answer("PUT", "artifact", "c", {}, b"z")
+
+
+def test_code_in_a_box_names_no_content_of_others(shop: Layer) -> None:
+    shop.define("letter", {"page": "file"})
+    shop.insert("letter", {"page": b"the owner's"})
+    shop.define("mine", {"page": "file"})
+    for action in ("read", "write"):
+        shop.grant("mallory", action, "mine")
+    stolen = sha256(b"the owner's").hexdigest()
+    for atomic in (True, False):
+        run = run_of(shop, "mallory", reads={"mine": {}}, writes={"mine": {}}, atomic=atomic)
+        for verb, more in (("insert", {}), ("upsert", {"on": ["page"]})):
+            with pytest.raises(NotFound, match="there is no content"):
+                ask(run, verb, entity="mine", values={"page": stolen}, **more)
+        kept = run.answer("PUT", "artifact", "a", {}, b"of the box")["digest"]
+        ask(run, "insert", entity="mine", values={"page": kept})  # what it gave itself
+        assert run.answer("PUT", "artifact", "a", {}, b"the owner's")["digest"] == stolen
+        ask(run, "insert", entity="mine", values={"page": stolen})  # and whoever has it all needs nobody
+    with pytest.raises(NotFound, match="there is no content"):
+        shop.acting_as(shop.id_of("mallory")).insert("mine", {"page": sha256(b"?").hexdigest()})
 
 
 def test_queries_that_see_a_draft_have_the_limits_of_others(shop: Layer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -265,6 +266,40 @@ def test_a_resolution_must_be_a_value_of_the_field(shared: Layer) -> None:
     with pytest.raises(NotFound):
         shared.resolve(10**9, 3)
     assert [c["id"] for c in shared.conflicts("typed_branch")] == [conflict["id"]]
+
+
+def test_a_resolution_names_no_content_that_no_side_has(shared: Layer) -> None:
+    shared.define("scan", {"n": "int", "page": "file", "words": "text"})
+    shared.define("hidden_scan", {"page": "file"})
+    shared.insert("hidden_scan", {"page": b"another's"})
+    stolen, ours = (sha256(data).hexdigest() for data in (b"another's", b"ours"))
+    both, gone = shared.insert("scan", [{"page": b"base"}, {"n": 1}])
+    shared.principal("solver")
+    for action, resource in (("write", "scan"), ("read", "scan"), ("merge", "branch:main")):
+        shared.grant("solver", action, resource)
+    shared.fork("scanning")
+    shared.update("scan", both, {"page": b"ours"}, branch="scanning")
+    shared.update("scan", both, {"page": b"theirs"})
+    (field,) = shared.merge("scanning").conflicts
+    with pytest.raises(Invalid, match="page is a file that no side has"):
+        shared.resolve(field, stolen, principal="solver")
+    shared.resolve(field, ours, principal="solver")
+    assert shared.merge("scanning", principal="solver")
+    shared.delete("scan", gone, branch="scanning")
+    shared.update("scan", gone, {"n": 2})
+    (row,) = shared.merge("scanning").conflicts
+    shared.resolve(row, {"page": stolen}, principal="solver")
+    with pytest.raises(Invalid, match="page is a file that no side has"):
+        shared.merge("scanning")
+    shared.resolve(row, {"words": stolen}, principal="solver")  # it may be a text, until the two change their names
+    for before, after in (("words", "moved"), ("page", "words"), ("moved", "page")):
+        shared.alter("scan", rename={before: after}, branch="scanning")
+    with pytest.raises(Invalid, match="words is a file that no side has"):
+        shared.merge("scanning")
+    assert rows(shared, "scan") == [
+        {"id": both, "n": None, "page": ours, "words": None},
+        {"id": gone, "n": 2, "page": None, "words": None},
+    ]
 
 
 @pytest.mark.parametrize(("take", "kept"), [("ours", []), ("theirs", ["main"])])

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -24,6 +26,47 @@ def last(layer: Layer) -> int:
 
 
 # Writes
+
+
+def test_a_row_names_content_that_its_writer_gave_sent_or_may_read(shared: Layer) -> None:
+    """To know a hash is not to have the content, whichever way a row is to name it."""
+    shared.define("paper", {"name": "text", "doc": "file", "draft": "file", "of": "ref principal", "words": "text"})
+    anns = sha256(b"ann's").hexdigest()
+    for who in ("ann_p", "ben_p"):
+        number = shared.principal(who)
+        shared.grant(who, "write", "paper")
+        shared.grant(who, "read", "paper", where="of = :me.id", fields=["name", "doc", "of", "words"])
+        shared.insert("paper", {"name": who, "of": number, "doc": f"{who[:3]}'s".encode(), "draft": b"of nobody"})
+    shared.fork("paper_branch")
+    (mine,) = shared.query("select id, of from paper", principal="ben_p")
+    hidden = sha256(b"of nobody").hexdigest()
+    for digest in (anns, hidden, "0" * 64):  # a hidden row's, a hidden field's, and nothing
+        row: dict[str, Any] = {"name": "mine", "doc": digest, "of": mine["of"]}
+        steals: list[Callable[[], Any]] = [
+            lambda row=row: shared.insert("paper", row, principal="ben_p"),
+            lambda row=row: shared.insert("paper", [{"name": "x"}, row], principal="ben_p"),
+            lambda row=row: shared.insert("paper", row, principal="ben_p", branch="paper_branch"),
+            lambda row=row: shared.update("paper", mine["id"], row, principal="ben_p"),
+            lambda row=row: shared.upsert("paper", row, on=["of"], principal="ben_p"),
+            lambda row=row: shared.call("row.insert", {"entity": "paper", "values": row}, principal="ben_p"),
+        ]
+        for steal in steals:
+            with pytest.raises(NotFound, match=f"there is no content '{digest}'"):
+                steal()
+        with shared.transaction(principal="ben_p") as tx:
+            with pytest.raises(NotFound, match="there is no content"):
+                tx.update("paper", mine["id"], {"doc": digest})
+    own = sha256(b"ben's").hexdigest()
+    given = sha256(b"given").hexdigest()
+    with shared.transaction(principal="ben_p") as tx:
+        tx.insert("paper", {"doc": b"given"})
+        tx.insert("paper", {"doc": given, "of": mine["of"]})  # what this very tx gave
+    for branch in ("main", "paper_branch"):
+        for digest in (own, given):
+            shared.update("paper", mine["id"], {"doc": digest}, principal="ben_p", branch=branch)
+    shared.update("paper", mine["id"], {"draft": hidden})  # an owner may
+    with pytest.raises(Invalid, match="text can't become file"):
+        shared.alter("paper", retype={"words": "file"})
 
 
 def test_a_write_is_attributed_and_its_tx_is_the_rows_version(shared: Layer) -> None:

@@ -167,7 +167,6 @@ def _call(layer: Layer, name: str, arguments: Any, request: Request, given: dict
     key = request.headers.get("idempotency-key")
     trace = request.headers.get("traceparent")
     try:
-        contents.check(layer, name, arguments, given.get("branch", "main"))
         result = layer.call(name, arguments, key=key, trace=trace, **given)
     except LayerError as error:
         raise veiled(layer, name, arguments, given.get("branch", "main"), error) from None
