@@ -183,14 +183,14 @@ class Zygote:
         uid, gid, home = USERS[user]
         self._serial = self._serial % 0x7FFFFFFF + 1
         where = (cwd or home).encode("utf-8", "surrogateescape") + b"\0"
-        variables = "".join([f"{key}={value}\0" for key, value in {"HOME": home, "USER": user, **environment}.items()])
-        block = variables.encode("utf-8", "surrogateescape")
+        variables = {"HOME": home, "USER": user, "LOGNAME": user, **environment}
+        block = "".join([f"{key}={value}\0" for key, value in variables.items()]).encode("utf-8", "surrogateescape")
         words = "".join([f"{word}\0" for word in args]).encode("utf-8", "surrogateescape")
         aside = len(code) > INLINE
         flags = (ALONE if alone else 0) | (ASIDE if aside else 0) | (0 if stdin else EMPTY)
         head = REQUEST.pack(self._serial, 0, uid, gid, flags, len(where), len(block), len(words))
         data = b"".join((head, where, block, words, b"" if aside else code))
-        if len(data) > MESSAGE or "\0" in cwd or block.count(b"\0") != len(environment.keys() | {"HOME", "USER"}):
+        if len(data) > MESSAGE or "\0" in cwd or block.count(b"\0") != len(variables):
             raise LimitExceeded(
                 f"arguments and environment take {len(data)} bytes, more than the zygote takes",
                 hint="send them as input",

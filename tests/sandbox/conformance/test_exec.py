@@ -307,6 +307,13 @@ def test_python(box: Any, spot: str) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (9, f"{[spot, 'b c']!r} True\n".encode(), b"err\n")
 
 
+def test_python_knows_whose_it_is_as_commands_do(box: Any) -> None:
+    names = ("HOME", "USER", "LOGNAME")
+    for given in ({}, {"LOGNAME": "somebody"}):
+        code = f"import os; print(*[os.environ[name] for name in {names}])"
+        assert box.python(code, env=given).stdout == box.run("echo $HOME $USER $LOGNAME", env=given).stdout
+
+
 def test_python_is_like_an_interpreter_of_its_own(box: Any, tier: str) -> None:
     assert box.python("import sys; print(sys.stdin.read())", stdin="in").stdout == "in\n"
     assert box.python("print(__name__)").stdout == "__main__\n"
