@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -14,6 +15,8 @@ from urllib.parse import urlencode
 
 import pytest
 from edges.serving import Server
+
+from livinglayer.edges.http.native import EACH, Turns
 
 
 class Asker:
@@ -133,7 +136,7 @@ def test_answers_come_in_the_form_that_is_asked_for(owner: Asker) -> None:
     assert owner("GET", "/api/query", None, {"Accept": "image/png"}, **asked).code == (406, "unacceptable")
     assert owner("GET", "/api/query", **asked, format="xml").code == (400, "invalid")
     arrow = owner("GET", "/api/query", **asked, format="arrow")
-    assert arrow.status == 200 or arrow.code == (406, "unacceptable")
+    assert arrow.status == 200 or arrow.code == (406, "unacceptable")  # test_arrow.py has a server with pyarrow
     typed = owner("POST", "/api/query", {"sql": "select price from item where price is not null"}, {"Accept": "application/vnd.livinglayer+json"})  # fmt: skip
     assert typed.headers["content-type"] == "application/vnd.livinglayer+json"
     assert owner("GET", "/api/query", sql="select 9e999 as n").json["rows"] == [{"n": None}]  # JSON has no infinity
@@ -327,6 +330,31 @@ def test_many_streams_of_slow_questions_leave_threads_for_others(server: Server,
     finally:
         for each in waiting:
             each.close()
+
+
+def test_one_principal_has_a_few_turns_and_none_is_kept() -> None:
+    async def act() -> None:
+        turns, inside, most = Turns(), 0, 0
+
+        async def work(principal: int) -> None:
+            nonlocal inside, most
+            async with turns.turn(principal):
+                inside, most = inside + 1, max(most, inside + 1)
+                try:
+                    await asyncio.sleep(0)
+                finally:
+                    inside -= 1
+
+        crowd = [asyncio.create_task(work(7)) for _ in range(5 * EACH)]
+        await asyncio.sleep(0)
+        crowd[0].cancel()  # one that has its turn,
+        crowd[-1].cancel()  # and one that waits for it
+        await asyncio.gather(*crowd, return_exceptions=True)
+        assert most == EACH and not turns.of
+        await asyncio.gather(*(work(principal) for principal in range(100)))
+        assert not turns.of
+
+    asyncio.run(act())
 
 
 def test_what_is_anothers_is_not_there(ann: Asker, ben: Asker, owner: Asker) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +22,7 @@ from ...errors import Conflict, Invalid, LayerError, LimitExceeded, NotFound, Ti
 from ...law.tokens import PARTS
 from ...law.verbs import VERBS, moment
 from ...projection import query as projections
-from ...substrate.reads import clock
+from ...substrate.reads import Attention, clock
 from ...substrate.schema import NAME, OWNER, Schema
 from ...typed import JSON
 from . import app, auth, contents, layers, live, openapi, query
@@ -43,7 +44,7 @@ from .asked import (
     whole,
 )
 from .limits import limits
-from .serving import BODY, Caller, Serving, address_of, body
+from .serving import ARRIVED, BODY, Caller, Serving, address_of, body
 from .veil import veiled
 
 if TYPE_CHECKING:
@@ -90,26 +91,37 @@ async def _who(serving: Serving, request: Request) -> Caller:
     if (found := auth.given(request.headers)) is not None and auth.signed(found[0]):
         path += f"?{request.url.query}" if request.url.query else ""
         if await layers.plausible(serving, found[0]):
-            payload = await body(request)  # another layer signs what it sends
-            request._body = payload
+            payload = request.scope[ARRIVED] = await body(request)  # another layer signs what it sends
     return await auth.authenticate(serving, request.headers, address_of(request), request.method, path, payload)
+
+
+class Turn(asyncio.Semaphore):
+    """What one principal may have done at once, while somebody waits for it or has it."""
+
+    users = 0
 
 
 class Turns:
     """Who may have something done now: a few at once for each principal, so that none has all threads."""
 
     def __init__(self) -> None:
-        self.of: OrderedDict[tuple[int, int], asyncio.Semaphore] = OrderedDict()
+        self.of: dict[tuple[int, int], Turn] = {}
         self.long = ThreadPoolExecutor(LONG, "layer-long")
 
-    def turn(self, principal: int, most: int = EACH) -> asyncio.Semaphore:
-        found = self.of.get((principal, most))
-        if found is None:
-            found = self.of[principal, most] = asyncio.Semaphore(most)
-            for key in list(self.of)[:-10_000]:
-                if self.of[key]._value == key[1]:  # nobody holds it
-                    del self.of[key]
-        return found
+    @asynccontextmanager
+    async def turn(self, principal: int, most: int = EACH) -> AsyncIterator[None]:
+        """Wait for it, and have it."""
+        turn = self.of.get((principal, most))
+        if turn is None:
+            turn = self.of[principal, most] = Turn(most)
+        turn.users += 1
+        try:
+            async with turn:
+                yield
+        finally:
+            turn.users -= 1
+            if not turn.users:
+                del self.of[principal, most]
 
 
 def turns(serving: Serving) -> Turns:
@@ -261,21 +273,34 @@ async def select(serving: Serving, request: Request, caller: Caller, rest: str) 
         chosen = given.pop("format", None)
     if "sql" not in given:
         raise Invalid("there is no query", hint='{"sql": "select …", "params": {…}}')
-    wanted = given.get("timeout")
-    if isinstance(wanted, int | float) and wanted > MOST and caller.principal != OWNER:
-        raise Invalid(
-            f"a query over HTTP has {MOST:g} seconds at most, not {wanted!r:.40}"
-        )  # it holds a thread of everybody's
     kind = form(request, chosen, query.FORMS)
     seen = request.headers.get("if-none-match") if request.method != "POST" else None
     tagging = request.method != "POST"
     ask = partial(_select, caller.layer, given, kind, seen, tagging)
     if caller.principal == OWNER and not SLOW & given.keys() and (found := quick(caller.layer, given["sql"], ask)):
         return found
-    return await do(serving, caller, ask)
+    attention = Attention()
+    return await attended(request, do(serving, caller, partial(ask, attention=attention)), attention)
 
 
-MOST = 300.0  # seconds of a query, for whoever is not the owner
+async def attended(request: Request, asked: Coroutine[Any, Any, Response], attention: Attention) -> Response:
+    """What is answered; ended when whoever asks hangs up."""
+    answer = asyncio.ensure_future(asked)
+    await asyncio.wait([answer], timeout=1.0)
+    if not answer.done():
+        gone = asyncio.ensure_future(hung_up(request))
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not answer.done():
+            await asyncio.get_running_loop().run_in_executor(None, attention.lose)
+    return await answer
+
+
+async def hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 SLOW = {"page", "cursor", "as_of", "timeout", "limit", "principal"}
 SOON = 0.003  # seconds that a read may hold up everybody else
 FEW = 100  # rows likewise

@@ -25,6 +25,7 @@ P = ParamSpec("P")
 THREADS = 32  # that may wait for the database at once; more would only wait for each other
 BODY = 16 << 20  # bytes of a request, where a part does not say otherwise
 PATIENCE = 60.0  # seconds in which a request must have arrived
+ARRIVED = "livinglayer.body"  # where the scope of a request keeps its body, once somebody has read it
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ def address_of(request: Request) -> str:
 
 async def body(request: Request, limit: int = BODY, seconds: float = PATIENCE) -> bytes:
     """All of a request's body; refused when it is too large or too slow."""
+    arrived: bytes | None = request.scope.get(ARRIVED)
+    if arrived is not None:
+        if len(arrived) > limit:
+            raise too_large(limit)
+        return arrived
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large(limit)
