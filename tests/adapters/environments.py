@@ -43,6 +43,16 @@ def python(name: str) -> str:
     return str(kept(name, [pins, *map(Path, ours)], make) / "bin/python")
 
 
+def beside(name: str) -> Path:
+    """A directory for PYTHONPATH, with what requirements/NAME.txt names and nothing else."""
+    pins = PINS / f"{name}.txt"
+
+    def make(place: Path) -> None:
+        uv("pip", "install", "--python", sys.executable, "--target", str(place), "--no-deps", "-r", str(pins))
+
+    return kept(name, [pins], make)
+
+
 def node(name: str) -> Path:
     """A directory with the packages that node/package-lock.json names."""
     files = [Path(__file__).parent / "node" / file for file in ("package.json", "package-lock.json")]

@@ -117,17 +117,20 @@ def cell(value: Any) -> Any:
 
 
 def arrow(rows: list[dict[str, Any]]) -> bytes:
-    """A stream of Arrow's IPC format."""
+    """A stream of Arrow's IPC format. A column with JSON in it is text, each value of it as JSON."""
     try:
         import pyarrow
     except ImportError:
         raise Unacceptable(
             "this server has no Arrow", hint="pip install 'livinglayer[parquet]', or ask for json, ndjson or csv"
         ) from None
+    columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+    for name, values in columns.items():
+        if any(isinstance(value, dict | list) for value in values):
+            columns[name] = [None if value is None else typed.plain(value).decode() for value in values]
     try:
-        plain = [{k: cell(v) if isinstance(v, dict | list) else v for k, v in row.items()} for row in rows]
-        table = pyarrow.Table.from_pylist(plain)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
+        table = pyarrow.table(columns)
+    except (pyarrow.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise Unacceptable(f"Arrow can't hold these rows: {error}", hint="ask for json") from None
     out = io.BytesIO()
     with pyarrow.ipc.new_stream(out, table.schema) as writer:
