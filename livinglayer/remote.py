@@ -188,7 +188,14 @@ class RemoteLayer:
     ) -> int:  # fmt: skip
         """Set fields of a row and return the tx, which is the row's new version."""
         about = {"branch": branch, "reason": reason, "key": key, "principal": principal}
-        sent = {"entity": entity, "id": id, "values": self._kept(values), "expect": expect, "cause": cause, "seen": list(seen) or None}  # fmt: skip
+        sent = {
+            "entity": entity,
+            "id": id,
+            "values": self._kept(values),
+            "expect": expect,
+            "cause": cause,
+            "seen": list(seen) or None,
+        }
         return int(self._do("row.update", sent, **about))
 
     def delete(
@@ -206,7 +213,13 @@ class RemoteLayer:
     ) -> int:  # fmt: skip
         """Update the row with these values in the fields `on`, or add one; returns its id."""
         about = {"branch": branch, "reason": reason, "key": key, "principal": principal}
-        sent = {"entity": entity, "values": self._kept(values), "on": list(on), "cause": cause, "seen": list(seen) or None}  # fmt: skip
+        sent = {
+            "entity": entity,
+            "values": self._kept(values),
+            "on": list(on),
+            "cause": cause,
+            "seen": list(seen) or None,
+        }
         return int(self._do("row.upsert", sent, **about))
 
     def _kept(self, values: Mapping[str, Any]) -> Any:
@@ -243,7 +256,9 @@ class RemoteLayer:
         timeout: float | None = None, limit: int | None = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Rows of one SELECT over entity names, as a branch was at a moment and as a principal may see it."""
-        rows: list[dict[str, Any]] = self._query(sql, params, branch, as_of, principal, timeout=timeout, limit=limit)["rows"]  # fmt: skip
+        rows: list[dict[str, Any]] = self._query(sql, params, branch, as_of, principal, timeout=timeout, limit=limit)[
+            "rows"
+        ]
         return rows
 
     def _query(self, sql: str, params: Any, branch: str, as_of: Moment, principal: str | None, **more: Any) -> Any:
@@ -268,7 +283,9 @@ class RemoteLayer:
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Rows of a named projection that a principal may read. Arguments as a dict, or as keywords."""
         about = {"branch": branch, "as_of": as_of, "principal": principal}
-        rows: list[dict[str, Any]] = self._post(f"projection/{quote(name, safe='')}", {**(arguments or {}), **more}, about)["rows"]  # fmt: skip
+        rows: list[dict[str, Any]] = self._post(
+            f"projection/{quote(name, safe='')}", {**(arguments or {}), **more}, about
+        )["rows"]
         return rows
 
     def live(
@@ -323,14 +340,20 @@ class RemoteLayer:
 
         return Schema(tuple(map(entity, self._get("schema", branch=branch, as_of=as_of)["entities"])))
 
-    def row(self, entity: str, id: int, *, branch: str = "main", as_of: Moment = None, principal: str | None = None) -> tuple[dict[str, Any], int]:  # fmt: skip
+    def row(
+        self, entity: str, id: int, *, branch: str = "main", as_of: Moment = None, principal: str | None = None
+    ) -> tuple[dict[str, Any], int]:
         """One row, and its version: what `expect` takes."""
         found = self._get(f"row/{quote(entity, safe='')}/{id}", branch=branch, as_of=as_of, principal=principal)
         return found["row"], found["tx"]
 
-    def history(self, entity: str, id: int, *, branch: str = "main", as_of: Moment = None, principal: str | None = None) -> list[dict[str, Any]]:  # fmt: skip
+    def history(
+        self, entity: str, id: int, *, branch: str = "main", as_of: Moment = None, principal: str | None = None
+    ) -> list[dict[str, Any]]:
         """Every version of a row, oldest first."""
-        rows: list[dict[str, Any]] = self._get(f"history/{quote(entity, safe='')}/{id}", branch=branch, as_of=as_of, principal=principal)["rows"]  # fmt: skip
+        rows: list[dict[str, Any]] = self._get(
+            f"history/{quote(entity, safe='')}/{id}", branch=branch, as_of=as_of, principal=principal
+        )["rows"]
         return rows
 
     # Schema
@@ -340,7 +363,13 @@ class RemoteLayer:
         branch: str = "main", reason: str | None = None, principal: str | None = None,
     ) -> int:  # fmt: skip
         """Make an entity with its fields, or add fields to one; returns its id."""
-        sent = {"name": entity, "fields": fields, "unique": list(unique) or None, "description": description, "annotations": annotations}  # fmt: skip
+        sent = {
+            "name": entity,
+            "fields": fields,
+            "unique": list(unique) or None,
+            "description": description,
+            "annotations": annotations,
+        }
         return int(self._do("entity.define", sent, branch=branch, reason=reason, principal=principal))
 
     def alter(
@@ -505,7 +534,9 @@ class Batch:
 
     def update(self, entity: str, id: int, values: Mapping[str, Any], expect: int | None = None) -> None:
         """Set fields of a row."""
-        self.changes.append({"do": "update", "entity": entity, "id": id, "values": self._layer._kept(values), "expect": expect})  # fmt: skip
+        self.changes.append(
+            {"do": "update", "entity": entity, "id": id, "values": self._layer._kept(values), "expect": expect}
+        )
 
     def delete(self, entity: str, id: int, expect: int | None = None) -> None:
         """Remove a row."""

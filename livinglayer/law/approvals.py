@@ -172,7 +172,9 @@ def _holds(rule: Mapping[str, Any], tx: Tx, entity: Entity, state: Mapping[str, 
 
 def of_call(run: Run, rules: Iterable[Mapping[str, Any]], name: str, arguments: Any) -> list[Mapping[str, Any]]:
     """The rules that speak of a call. A call that would be refused is refused before anybody is asked."""
-    speaking = [rule for rule in rules if rule["action"] == "call" and rule["resource"] in (f"function:{name}", "function:*")]  # fmt: skip
+    speaking = [
+        rule for rule in rules if rule["action"] == "call" and rule["resource"] in (f"function:{name}", "function:*")
+    ]
     if not speaking:
         return []
     layer, asking = run.layer, Asking(run.execution.principal, run.branch)
@@ -251,7 +253,9 @@ def mark(layer: Any, execution: Execution, number: int, status: str, was: str, *
 
 def _write(layer: Any, execution: Execution, name: str, act: Callable[[Tx], Any], shown: Mapping[str, Any]) -> Any:
     """A tx of its own on main, for an execution whose scope is another branch and other entities."""
-    asking = Asking(execution.principal, parent=execution.id, contract=(execution.call or {}).get("contract"), trace=execution.trace)  # fmt: skip
+    asking = Asking(
+        execution.principal, parent=execution.id, contract=(execution.call or {}).get("contract"), trace=execution.trace
+    )
     made = opened(layer, name, shown, asking)
     made.brief = True
     try:
@@ -285,7 +289,9 @@ _OVER = {"code": "conflict", "message": "the box ended before it was done", "hin
 def waited(rows: Iterable[Mapping[str, Any]]) -> float:
     """Seconds in which at least one of these was pending."""
     total, last, present = 0.0, None, datetime.now(UTC)
-    for begin, end in sorted((row["asked"], row["answered"] or (present if row["status"] == "pending" else row["asked"])) for row in rows):  # fmt: skip
+    for begin, end in sorted(
+        (row["asked"], row["answered"] or (present if row["status"] == "pending" else row["asked"])) for row in rows
+    ):
         begin = begin if last is None else max(begin, last)
         total += max(0.0, (end - begin).total_seconds())
         last = end if last is None else max(last, end)
@@ -322,7 +328,9 @@ class Asks:
             self.layer, self.execution, contract=self.contract, branch=self.run.branch, action=do, resource=resource,
             request={"do": do, "given": given}, rule=rule, reason=rule.get("reason"), expires=rule.get("expires") or EXPIRES, key=key,
         )  # fmt: skip
-        self.run.steps.append(("approval", {"approval": number, "do": do, "resource": resource, "status": "pending"}, now()))  # fmt: skip
+        self.run.steps.append(
+            ("approval", {"approval": number, "do": do, "resource": resource, "status": "pending"}, now())
+        )
         self.rows[key] = get(self.layer, number)
         return self.rows[key]
 
@@ -378,7 +386,9 @@ class Asks:
         ids = self.layer.ledger.write(self.execution, run.branch, lambda tx: act(tx, given), key=key)
         for id, row in zip(ids, rows if isinstance(rows, list) else [rows], strict=True):
             run._mutated(do, given["entity"], id, row)
-        return {"ids": ids} if isinstance(rows, list) else {"id": ids[0]} if do in ("insert", "upsert") else {"ok": True}  # fmt: skip
+        return (
+            {"ids": ids} if isinstance(rows, list) else {"id": ids[0]} if do in ("insert", "upsert") else {"ok": True}
+        )
 
     def outcome(self, row: Mapping[str, Any]) -> Any:
         """What the box is told."""
@@ -387,7 +397,9 @@ class Asks:
         if row["status"] == "failed":
             raise raised(row["result"]["error"]) or LayerError("it failed")
         who = None if row["answered_by"] is None else self.layer.name_of(row["answered_by"])
-        said = {"refused": f"{who} has refused to", "expired": "nobody has answered in time to"}.get(row["status"], "nobody is asked any more to")  # fmt: skip
+        said = {"refused": f"{who} has refused to", "expired": "nobody has answered in time to"}.get(
+            row["status"], "nobody is asked any more to"
+        )
         why = f": {row['answer']}" if row["answer"] else ""
         raise Denied(
             f"{said} {row['action']} {row['resource']}{why}", hint="the same request gets the same answer",

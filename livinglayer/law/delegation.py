@@ -123,7 +123,9 @@ def stand(layer: Any, principal: int, given: Mapping[str, Any]) -> None:
         number = above["parent"]
         held, said, branch = _call_of(layer, number)
         if _status(layer, number) is not None:
-            raise Denied(f"execution {number}, which delegated this, is over", action="delegate", resource=f"execution/{number}")  # fmt: skip
+            raise Denied(
+                f"execution {number}, which delegated this, is over", action="delegate", resource=f"execution/{number}"
+            )
         contracts.decide(layer, principal, contracts.by_id(layer, held), branch)
         above = _above(said)
 
@@ -186,7 +188,9 @@ def spent(layer: Any, number: int) -> dict[str, float]:
     return total
 
 
-def delegate(run: Run, contract: Contract, used: Mapping[str, float], given: Any, hold: Callable[[], None]) -> dict[str, Any]:  # fmt: skip
+def delegate(
+    run: Run, contract: Contract, used: Mapping[str, float], given: Any, hold: Callable[[], None]
+) -> dict[str, Any]:
     """Have an agent of another contract do a task on the same branch, and wait for its end; the same asked again is the same agent."""
     name, task, slice = given.text("contract"), given.text("task"), given.get("slice")
     layer, number = run.layer, run.execution.id or 0
@@ -206,12 +210,18 @@ def delegate(run: Run, contract: Contract, used: Mapping[str, float], given: Any
     return {"execution": found, "status": status} | {key: told[key] for key in ("answer", "error") if key in told}
 
 
-def _begin(run: Run, contract: Contract, used: Mapping[str, float], name: str, task: str, slice: Any, asked: str) -> int:  # fmt: skip
+def _begin(
+    run: Run, contract: Contract, used: Mapping[str, float], name: str, task: str, slice: Any, asked: str
+) -> int:
     from . import agents
 
     layer, execution = run.layer, run.execution
     if name not in contract.contracts:
-        raise Denied(f"contract {contract.name!r} does not delegate to {name!r:.120}", action="delegate", resource=f"contract:{name[:120]}")  # fmt: skip
+        raise Denied(
+            f"contract {contract.name!r} does not delegate to {name!r:.120}",
+            action="delegate",
+            resource=f"contract:{name[:120]}",
+        )
     depth, above = 1, _above(_call_of(layer, execution.id or 0)[1])
     while above is not None:
         depth, above = depth + 1, _above(_call_of(layer, above["parent"])[1])

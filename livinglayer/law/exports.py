@@ -45,7 +45,15 @@ def cloudevents(layer: Any, of: int | str, *, principal: int | None = None) -> l
             for step in _steps(ask, row["id"]):
                 if step["kind"] == "emit":
                     named = f"{NAME}.event.{step['detail'].get('name')}"
-                    found.append(about | {"id": f"{row['id']}/{step['n']}", "type": named, "time": step["at"], "data": step["detail"].get("data")})  # fmt: skip
+                    found.append(
+                        about
+                        | {
+                            "id": f"{row['id']}/{step['n']}",
+                            "type": named,
+                            "time": step["at"],
+                            "data": step["detail"].get("data"),
+                        }
+                    )
             if seen.get("finished"):
                 kind = f"{NAME}.execution.{seen.get('status')}"
                 data = plain({k: v for k, v in ask.described(row, seen).items() if v is not None})
@@ -218,7 +226,9 @@ class _Provenance:
             self.visit(link, caused)
 
     def _put(self, kind: str, name: str, **values: Any) -> str:
-        self.document.setdefault(kind, {}).setdefault(name, {}).update({k: v for k, v in values.items() if v is not None})  # fmt: skip
+        self.document.setdefault(kind, {}).setdefault(name, {}).update(
+            {k: v for k, v in values.items() if v is not None}
+        )
         return name
 
     def _relate(self, kind: str, **ends: Any) -> None:
@@ -236,7 +246,9 @@ class _Provenance:
 
     def _activity(self, data: Mapping[str, Any], caused: str | None) -> str:
         told = {"prov:startTime": plain(data.get("started")), "prov:endTime": plain(data.get("finished"))}
-        name = self._put("activity", f"ll:execution/{data['id']}", **told, **{"prov:label": data.get("function") or data.get("verb")})  # fmt: skip
+        name = self._put(
+            "activity", f"ll:execution/{data['id']}", **told, **{"prov:label": data.get("function") or data.get("verb")}
+        )
         if data.get("principal"):
             agent = self._put("agent", f"ll:principal/{data['principal']}")
             self._relate("wasAssociatedWith", activity=name, agent=agent)

@@ -56,7 +56,9 @@ def open_(
     if timeout is not None and not 0 <= timeout <= 10 * 365 * 86400:
         raise Invalid(f"timeout {timeout!r} is not a number of seconds that a box may have")
     if name is not None and not BOX_NAME.fullmatch(name):
-        raise Invalid(f"{name!r:.120} can't be the name of a box", hint="lower-case letters, digits and hyphens, 41 at most")  # fmt: skip
+        raise Invalid(
+            f"{name!r:.120} can't be the name of a box", hint="lower-case letters, digits and hyphens, 41 at most"
+        )
     key = secrets.token_hex(8)
     name = name or f"held-{key}"
     told = {"metadata": _texts("metadata", metadata), "public": public, "annotations": annotations or {}}
@@ -65,7 +67,17 @@ def open_(
         "volumes": volumes, "environment": sorted(environment or {}), **told,
     }  # fmt: skip
     execution = making.execution(call.execution, "box.open", name, key, asked, asking.key)
-    known = _intended(layer, execution, {**asked, "name": name if call.asking.key is None else None, "values": _sealed({"environment": environment, "egress": egress})}, asking.key, making.snapshot)  # fmt: skip
+    known = _intended(
+        layer,
+        execution,
+        {
+            **asked,
+            "name": name if call.asking.key is None else None,
+            "values": _sealed({"environment": environment, "egress": egress}),
+        },
+        asking.key,
+        making.snapshot,
+    )
     if known is not None:
         return again(layer, known)
     label = making.label(execution, {**told, "volumes": volumes or []})
@@ -184,7 +196,9 @@ def admitted(layer: Any, principal: int, row: Mapping[str, Any], called: str) ->
     resource = f"box:{row['name']}"
     allowed, grants = policy.outright("call", resource)
     if allowed and _named(layer, principal, row, called) and not any(grant.resource == resource for grant in grants):
-        raise NotFound(f"there is no blueprint {called!r:.120}", hint="a snapshot of somebody else's box is opened by its id")  # fmt: skip
+        raise NotFound(
+            f"there is no blueprint {called!r:.120}", hint="a snapshot of somebody else's box is opened by its id"
+        )
     if allowed:
         return [grant.id for grant in grants]
     built = (row.get("annotations") or {}).get("template")
@@ -210,7 +224,9 @@ def _named(layer: Any, principal: int, row: Mapping[str, Any], called: str) -> b
 
 def _readable(layer: Any, principal: int, number: int) -> bool:
     try:
-        found = layer.reads.query_at("select id from blueprint where id = :id", {"id": number}, "main", None, principal, None, 1)[0]  # fmt: skip
+        found = layer.reads.query_at(
+            "select id from blueprint where id = :id", {"id": number}, "main", None, principal, None, 1
+        )[0]
     except LayerError:
         return False
     return bool(found)
@@ -238,7 +254,9 @@ def giver(layer: Any, row: Mapping[str, Any]) -> int | None:
     with layer.engine.reading() as session:
         past, wrote, kept = Past(catalog, session, clock(layer.engine, session)[1]), None, None
         for version in past.versions(entity, row["id"], catalog.chain(session, catalog.branch(session, "main"), None)):
-            value = None if version.values is None else past.table(entity).value(entity.by_name["snapshot"], version.values)  # fmt: skip
+            value = (
+                None if version.values is None else past.table(entity).value(entity.by_name["snapshot"], version.values)
+            )
             if value is None or kept not in (None, value):
                 break
             kept, wrote = value, version.tx
@@ -356,7 +374,13 @@ def again(layer: Any, execution: int) -> dict[str, Any]:
     raise Unavailable("a box is being made for this key, and is not there yet")
 
 
-def made(layer: Any, executions: Sequence[Execution], found: Sequence[Mapping[str, Any]], values: Mapping[str, Any], **more: Any) -> None:  # fmt: skip
+def made(
+    layer: Any,
+    executions: Sequence[Execution],
+    found: Sequence[Mapping[str, Any]],
+    values: Mapping[str, Any],
+    **more: Any,
+) -> None:
     """Record the boxes that executions have got; from now on others look after them."""
     at = now()
     with layer.ledger.work() as work:
@@ -364,7 +388,10 @@ def made(layer: Any, executions: Sequence[Execution], found: Sequence[Mapping[st
             step = {"id": box["id"], "name": box["name"], "tier": box["tier"], "isolation": box["isolation"], **more}
             steps = [("box", step), *(("secret", {"name": name, "use": "injected"}) for name in values)]
             tx = work.tx(execution, bare=True)
-            tx.facts_of("ledger_step", [(execution.id, n, kind, json_text("step", detail), at) for n, (kind, detail) in enumerate(steps, 1)])  # fmt: skip
+            tx.facts_of(
+                "ledger_step",
+                [(execution.id, n, kind, json_text("step", detail), at) for n, (kind, detail) in enumerate(steps, 1)],
+            )
             tx.finish()
     for execution in executions:
         layer.ledger.let_go(execution)
@@ -427,7 +454,11 @@ def owned(layer: Any, principal: int, found: Mapping[str, Any]) -> bool:
         number = reality.whose(layer, found)[0]
         at = layer.engine.schema_prefix
         with layer.engine.reading() as session:
-            row = None if number is None else session.one(f"select principal from {at}ledger_execution where id = ?", (number,))  # fmt: skip
+            row = (
+                None
+                if number is None
+                else session.one(f"select principal from {at}ledger_execution where id = ?", (number,))
+            )
         held = {} if row is None else {"principal": row[0]}
     return held.get("principal") == principal or _owner(layer, principal)
 
@@ -442,7 +473,9 @@ def mine(layer: Any, principal: int, box: str, held: bool = True) -> dict[str, A
     if not owned(layer, principal, found):
         raise missing
     if held and not told(found):
-        raise Conflict(f"box {box!r} has a contract, which says how long it runs", hint="layer box kill, layer contract show")  # fmt: skip
+        raise Conflict(
+            f"box {box!r} has a contract, which says how long it runs", hint="layer box kill, layer contract show"
+        )
     return found
 
 
@@ -532,7 +565,9 @@ def run(
     user: str | None = None, stdin: str | None = None,
 ) -> Any:  # fmt: skip
     """Run a command in a box, a text for its shell or a list, to its end; gives exit code and output. One that fails is a result."""
-    if not isinstance(command, str) and not (isinstance(command, list) and all(isinstance(one, str) for one in command)):  # fmt: skip
+    if not isinstance(command, str) and not (
+        isinstance(command, list) and all(isinstance(one, str) for one in command)
+    ):
         raise Invalid("a command is a text for the shell, or a list of texts")
     done = _box(call, box, held=False).run(command, timeout=timeout, cwd=cwd, env=environment, user=user, stdin=stdin)
     cut = max(len(done.stdout), len(done.stderr)) > SHOWN
@@ -587,10 +622,18 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
     annotations = {
         "snapshot": {"box": found["id"], "of": row["name"], "created": taken.created, "named": name is not None, "holder": holder}
     }  # fmt: skip
-    kept = {**row, "name": called, "snapshot": taken.id, "annotations": annotations, "description": f"box {found['id']}"}  # fmt: skip
+    kept = {
+        **row,
+        "name": called,
+        "snapshot": taken.id,
+        "annotations": annotations,
+        "description": f"box {found['id']}",
+    }
 
     def act(tx: Tx) -> Any:
-        known = layer.catalog.rows(tx.session, entity, tx.chain, f"where x.{entity.by_name['name'].store} = ?", (called,))  # fmt: skip
+        known = layer.catalog.rows(
+            tx.session, entity, tx.chain, f"where x.{entity.by_name['name'].store} = ?", (called,)
+        )
         if known and (known[0].get("snapshot") is None or giver(layer, known[0]) != principal):
             raise Conflict(f"a blueprint {called!r} exists already", hint="another name")
         at = layer.engine.schema_prefix
@@ -653,7 +696,7 @@ def snapshots(layer: Any, principal: int) -> list[dict[str, Any]]:
         chain = catalog.chain(session, catalog.branch(session, "main"), None)
         rows = catalog.rows(session, entity, chain, f"where x.{entity.by_name['snapshot'].store} is not null")
     found = [dict(row) for row in rows if "snapshot" in (row["annotations"] or {})]
-    return [row for row in sorted(found, key=lambda row: row["id"]) if owner or giver(layer, row) == principal]  # fmt: skip
+    return [row for row in sorted(found, key=lambda row: row["id"]) if owner or giver(layer, row) == principal]
 
 
 @verb("box.fork", brief=False)
@@ -671,9 +714,13 @@ def fork(call: Call, *, box: str, count: int = 1, timeout: float | None = None) 
     layer.ledger.intend(call.execution)
     forks = []
     for _ in range(count):
-        opened = layer.ledger.open(asking.principal, None, "box", call.reason, call.execution.id, traceparent(asking.trace))  # fmt: skip
+        opened = layer.ledger.open(
+            asking.principal, None, "box", call.reason, call.execution.id, traceparent(asking.trace)
+        )
         key = secrets.token_hex(8)
-        forks.append((making.execution(opened, "box.fork", f"held-{key}", key, {"box": found["id"], "timeout": timeout}), key))  # fmt: skip
+        forks.append(
+            (making.execution(opened, "box.fork", f"held-{key}", key, {"box": found["id"], "timeout": timeout}), key)
+        )
     executions = [execution for execution, _ in forks]
     with layer.ledger.work() as work:
         tx = work.tx(call.execution, bare=True)
@@ -692,7 +739,11 @@ def fork(call: Call, *, box: str, count: int = 1, timeout: float | None = None) 
         failure = error if isinstance(error, LayerError) else LayerError(f"{type(error).__name__}: {error}")
         for execution in executions:
             if execution.open:
-                layer.ledger.conclude(execution, "failed", {"error": {"code": failure.code, "message": failure.message, "hint": failure.hint}})  # fmt: skip
+                layer.ledger.conclude(
+                    execution,
+                    "failed",
+                    {"error": {"code": failure.code, "message": failure.message, "hint": failure.hint}},
+                )
         raise
     _kept(layer)
     return [shown(layer, child) for child in children]

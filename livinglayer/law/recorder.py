@@ -126,7 +126,10 @@ class Recorder:
                 f"select x.n, {engine.portable('x.detail', 'json')} from {at}ledger_step x where x.execution = ? order by x.n desc limit 1000",
                 (number,),
             )
-            began = session.one(f"select {engine.portable('x.started', 'datetime')} from {at}ledger_execution x where x.id = ?", (number,))  # fmt: skip
+            began = session.one(
+                f"select {engine.portable('x.started', 'datetime')} from {at}ledger_execution x where x.id = ?",
+                (number,),
+            )
         assert began is not None
         for n, text in rows:
             run.before, seen = max(run.before, n), max(seen, json.loads(text).get("at") or 0.0)
@@ -219,7 +222,10 @@ class Recorder:
         if line is not None:
             wall = round((datetime.now(UTC) - line.began).total_seconds(), 3)
             spent = [line.used.get(key) or 0 for key in ("cpu", "memory", "sent", "received")]
-            facts = [*line.run.facts(), ("ledger_usage", (execution.id, execution.principal, None, None, wall, *spent, 0, now()))]  # fmt: skip
+            facts = [
+                *line.run.facts(),
+                ("ledger_usage", (execution.id, execution.principal, None, None, wall, *spent, 0, now())),
+            ]
             self.lines.pop(line.id, None)
         try:
             self.layer.ledger.conclude(execution, status, told, facts=facts)
@@ -252,7 +258,11 @@ class Recorder:
             if id is not None:
                 self._safely(self._gone, id, number)
             elif (datetime.now(UTC) - started).total_seconds() > YOUNG:
-                error = {"code": "error", "message": "the box was never made: whoever made it ended before it was", "hint": None}  # fmt: skip
+                error = {
+                    "code": "error",
+                    "message": "the box was never made: whoever made it ended before it was",
+                    "hint": None,
+                }
                 try:
                     self._end(self.layer.ledger.resume(number), "failed", {"error": error})
                 except Conflict:

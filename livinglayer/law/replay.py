@@ -423,7 +423,12 @@ class Again(Run):
         data = dumps(rows)
         if digest(data) != step.detail.get("digest"):
             note = f"asked as of tx {tx} again: permissions have changed since, or the statement gives something else each time"
-            self._differ("query", {"rows": len(rows), "digest": digest(data)}, {key: step.detail.get(key) for key in ("rows", "digest")}, note)  # fmt: skip
+            self._differ(
+                "query",
+                {"rows": len(rows), "digest": digest(data)},
+                {key: step.detail.get(key) for key in ("rows", "digest")},
+                note,
+            )
         return data
 
     def _again_projection(self, given: _Given) -> Any:

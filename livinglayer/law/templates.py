@@ -176,7 +176,9 @@ def create(
     held.admitted(layer, principal, base, BASE)
     limits = {**(base["limits"] or {}), **{k: v for k, v in (("cpu", cpu), ("memory", memory)) if v is not None}}
     wanted_shape, least = shape({**base, "limits": limits}), shape(base)
-    if not policy.sovereign() and (wanted_shape.cpu > max(CPUS, least.cpu) or wanted_shape.memory > max(MEMORY, least.memory)):  # fmt: skip
+    if not policy.sovereign() and (
+        wanted_shape.cpu > max(CPUS, least.cpu) or wanted_shape.memory > max(MEMORY, least.memory)
+    ):
         raise Invalid(
             f"a template has {CPUS} CPUs and {MEMORY >> 20} MiB of memory at most", hint="an owner may give it more"
         )
@@ -217,7 +219,11 @@ def _may(layer: Any, principal: int) -> Any:
 
 def checked_tags(given: object) -> list[str]:
     """Tags as people write them; Invalid for what is none."""
-    if not isinstance(given, list) or not all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in given) or len(given) > 50:  # fmt: skip
+    if (
+        not isinstance(given, list)
+        or not all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in given)
+        or len(given) > 50
+    ):
         raise Invalid("tags are a list of texts", hint="letters, digits, . _ and -")
     return list(dict.fromkeys(given))
 
@@ -275,7 +281,13 @@ class Plan:
             args = step.get("args") or [] if isinstance(step, Mapping) else None
             if not isinstance(args, list) or not all(isinstance(one, str) and _text(one) for one in args):
                 raise Invalid(f"step {number} has no list of texts as args", step=number)
-            act = {"COPY": plan._copy, "RUN": plan._run, "ENV": plan._env, "USER": plan._user, "WORKDIR": plan._workdir}.get(str(kind).upper())  # fmt: skip
+            act = {
+                "COPY": plan._copy,
+                "RUN": plan._run,
+                "ENV": plan._env,
+                "USER": plan._user,
+                "WORKDIR": plan._workdir,
+            }.get(str(kind).upper())
             if act is None:
                 raise Invalid(f"step {number} is {kind!r:.60}", hint="COPY, RUN, ENV, USER or WORKDIR", step=number)
             try:
@@ -292,7 +304,11 @@ class Plan:
             raise Invalid("RUN has a command, and perhaps a user")
         shell = 'if [ -x /bin/bash ]; then exec /bin/bash -l -c "$1"; else exec /bin/sh -l -c "$1"; fi'
         cwd = f'cd -- "$2" && {shell}'
-        return {"run": ["/bin/sh", "-c", cwd, "run", args[0], self.cwd], "user": _user_name(args[1] if len(args) > 1 and args[1] else self.user), "env": dict(self.env)}  # fmt: skip
+        return {
+            "run": ["/bin/sh", "-c", cwd, "run", args[0], self.cwd],
+            "user": _user_name(args[1] if len(args) > 1 and args[1] else self.user),
+            "env": dict(self.env),
+        }
 
     def _copy(self, args: list[str], step: Mapping[str, Any], uploads: Path) -> dict[str, Any]:
         source, to, owner, mode = [*args, "", "", ""][:4] if 2 <= len(args) <= 4 else ("", "", "", "")
@@ -306,7 +322,13 @@ class Plan:
         place = home + to[1:] if to == "~" or to.startswith("~/") else to
         there = posixpath.normpath(posixpath.join(self.cwd, place))
         there += "/" if to.endswith(("/", "/.")) or to == "." else ""
-        copied = {"archive": str(archive), "source": posixpath.normpath(source), "to": there, "owner": owner or _user_name(self.user), "mode": mode}  # fmt: skip
+        copied = {
+            "archive": str(archive),
+            "source": posixpath.normpath(source),
+            "to": there,
+            "owner": owner or _user_name(self.user),
+            "mode": mode,
+        }
         return {"copy": copied}
 
     def _env(self, args: list[str], step: Mapping[str, Any], uploads: Path) -> None:
@@ -535,7 +557,9 @@ class Making:
             found = self._pulled(image, login)
         env = dict(part.partition("=")[::2] for part in found["env"])
         env.pop("PATH", None) if set(env.get("PATH", "").split(":")) <= USUAL else None
-        return str(found["name"]), {key: value for key, value in env.items() if re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key)}  # fmt: skip
+        return str(found["name"]), {
+            key: value for key, value in env.items() if re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key)
+        }
 
     def _known(self, image: str) -> dict[str, Any] | None:
         """An image that is here, imported by whoever runs this host; what others pulled with a login of theirs is not offered."""
@@ -554,7 +578,14 @@ class Making:
                 resource=f"registry:{registry}",
             )
         name = image if login is None else f"private/{secrets.token_hex(8)}"
-        request = {"do": "image.pull", "reference": image, "name": name, "tls": not LOCAL.fullmatch(registry), "seconds": min(self._left(), 900.0), "login": _login(login)}  # fmt: skip
+        request = {
+            "do": "image.pull",
+            "reference": image,
+            "name": name,
+            "tls": not LOCAL.fullmatch(registry),
+            "seconds": min(self._left(), 900.0),
+            "login": _login(login),
+        }
         try:
             found: dict[str, Any] = self._host(request, self.log.add)
         except (NotFound, Unavailable, Invalid) as error:
@@ -625,7 +656,13 @@ def place(layer: Any, tx: Tx, name: str, tag: str, made: Mapping[str, Any]) -> N
     main = _named(layer, tx, name)
     assert main is not None
     start = made["start"] or {}
-    about = {**main["annotations"]["template"], "build": made["build"], "start": {k: v for k, v in start.items() if k != "snapshot"} or None, "user": made["user"], "cwd": made["cwd"]}  # fmt: skip
+    about = {
+        **main["annotations"]["template"],
+        "build": made["build"],
+        "start": {k: v for k, v in start.items() if k != "snapshot"} or None,
+        "user": made["user"],
+        "cwd": made["cwd"],
+    }
     values = {
         "base": made["image"], "snapshot": start.get("snapshot"), "limits": made["limits"], "environment": made["env"] or None,
         "user_name": made["user"],
@@ -643,7 +680,7 @@ def started(
     """Start a template's command in a box and wait until it is ready; TimedOut when it is not in time."""
     process = None
     if start.get("command"):
-        command = 'mkdir -p -- "$2" 2>/dev/null; cd -- "$2"; if [ -x /bin/bash ]; then exec /bin/bash -l -c "$1"; else exec /bin/sh -l -c "$1"; fi'  # fmt: skip
+        command = 'mkdir -p -- "$2" 2>/dev/null; cd -- "$2"; if [ -x /bin/bash ]; then exec /bin/bash -l -c "$1"; else exec /bin/sh -l -c "$1"; fi'
         process = box.start(["/bin/sh", "-c", command, "start", start["command"], start["cwd"]], user=start["user"])
     ready = start.get("ready") or ("sleep 2" if start.get("command") else "")
     until = time.monotonic() + limit
@@ -655,7 +692,9 @@ def started(
         except TimedOut:
             left = 0
         if left <= 0:
-            raise TimedOut(f"the start command was not ready in {limit:g} seconds", hint=f"the ready command is {ready!r:.200}")  # fmt: skip
+            raise TimedOut(
+                f"the start command was not ready in {limit:g} seconds", hint=f"the ready command is {ready!r:.200}"
+            )
         if process is not None and (printed := box.printed(process.id) if hasattr(box, "printed") else None):
             if printed.over and printed.exit_code:
                 raise Invalid(f"the start command ended with exit code {printed.exit_code}")
@@ -676,7 +715,9 @@ def status(layer: Any, row: Mapping[str, Any], build: str, offset: int = 0, limi
         return {"status": "waiting", "log": [], "reason": None}
     at, engine = layer.engine.schema_prefix, layer.engine
     with engine.reading() as session:
-        outcome = session.one(f"select status, {engine.portable('result', 'json')} from {at}ledger_outcome where execution = ?", (number,))  # fmt: skip
+        outcome = session.one(
+            f"select status, {engine.portable('result', 'json')} from {at}ledger_outcome where execution = ?", (number,)
+        )
         runner = session.one(f"select runner from {at}ledger_call where execution = ?", (number,))
         lines = session.all(
             f"select {engine.portable('detail', 'json')}, {engine.portable('at', 'datetime')} from {at}ledger_step"
@@ -687,7 +728,9 @@ def status(layer: Any, row: Mapping[str, Any], build: str, offset: int = 0, limi
     if outcome is not None and outcome[0] != "lost":
         error = (_json(outcome[1]) or {}).get("error") or {}
         done = outcome[0] == "done"
-        reason = None if done else {"message": error.get("message") or "the build was lost", "step": _last(layer, number)}  # fmt: skip
+        reason = (
+            None if done else {"message": error.get("message") or "the build was lost", "step": _last(layer, number)}
+        )
         return {"status": "ready" if done else "error", "log": log, "reason": reason}
     if outcome is not None or runner is None or _gone(layer, runner[0]):
         told = "the server was stopped during the build: start another"

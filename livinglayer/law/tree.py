@@ -108,7 +108,9 @@ def _say_tx(data: Mapping[str, Any]) -> list[str]:
     lines = [_parts(f"tx {data['tx']}", moment(data.get("at")), data.get("principal"), where, merged, reason, above)]
     for change in () if above else data.get("changes") or ():
         done = {"insert": "new", "update": "changed", "delete": "deleted"}.get(change["op"] or "", "changed")
-        lines.append(f"{done} {change['entity']}/{change['id']}" + (f": {_fields(change['fields'])}" if change["fields"] else ""))  # fmt: skip
+        lines.append(
+            f"{done} {change['entity']}/{change['id']}" + (f": {_fields(change['fields'])}" if change["fields"] else "")
+        )
     if data.get("more") and not above:
         lines.append("and more rows")
     return lines
@@ -186,7 +188,9 @@ def _say_trigger(data: Mapping[str, Any]) -> list[str]:
     if data.get("on_entity"):
         acts = " or ".join(data.get("on_actions") or ("change",))
         fields = f" ({', '.join(data['on_fields'])})" if data.get("on_fields") else ""
-        on = f"on {acts} of {data['on_entity']}{fields}" + (f" where {data['predicate']}" if data.get("predicate") else "")  # fmt: skip
+        on = f"on {acts} of {data['on_entity']}{fields}" + (
+            f" where {data['predicate']}" if data.get("predicate") else ""
+        )
     elif data.get("schedule"):
         on = f"at {data['schedule']}"
     elif data.get("after_function"):
@@ -204,7 +208,9 @@ def _say_conflict(data: Mapping[str, Any]) -> list[str]:
     sides = f"{short(data.get('ours'))} on {data.get('branch')}, {short(data.get('theirs'))} on {data.get('target')}"
     chosen = data.get("resolution") or {}
     took = f"took {data.get('branch') if chosen.get('take') == 'ours' else data.get('target')}'s"
-    return [f"conflict {data['id']} over {name}: {sides}; resolved: {took if 'take' in chosen else short(chosen.get('value'))}"]  # fmt: skip
+    return [
+        f"conflict {data['id']} over {name}: {sides}; resolved: {took if 'take' in chosen else short(chosen.get('value'))}"
+    ]
 
 
 def _say_origin(data: Mapping[str, Any]) -> list[str]:

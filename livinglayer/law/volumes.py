@@ -101,7 +101,11 @@ def mounts(layer: Any, principal: int, given: Sequence[Mapping[str, Any]], tier:
         raise Invalid(f"tier {tier!r} can't show volumes to a box", hint="use tier namespace, container or gvisor")
     found: dict[str, Mount] = {}
     for one in given:
-        if not isinstance(one, Mapping) or not isinstance(path := one.get("path"), str) or set(one) - {"name", "path", "readonly"}:  # fmt: skip
+        if (
+            not isinstance(one, Mapping)
+            or not isinstance(path := one.get("path"), str)
+            or set(one) - {"name", "path", "readonly"}
+        ):
             raise Invalid("a volume of a box has a name and a path", hint='{"name": "data", "path": "/mnt/data"}')
         target = posixpath.normpath(path)
         if not path.startswith("/") or ".." in path.split("/") or not target.isprintable() or len(target) > 1024:

@@ -38,7 +38,9 @@ SEALED = {"principal": ("token",), "secret": ("sealed",)}  # not for trees
 GOVERNED, SHAPING = ("principal", "membership", "permission"), ("entity", "field")
 OPS = {"i": "insert", "u": "update", "d": "delete"}
 PEOPLE = {"human": "person", "pending": "person"}
-_PERMISSION, _TRIGGER, _FUNCTION, _CONTRACT = (SYSTEM.by_name[n] for n in ("permission", "trigger", "function", "contract"))  # fmt: skip
+_PERMISSION, _TRIGGER, _FUNCTION, _CONTRACT = (
+    SYSTEM.by_name[n] for n in ("permission", "trigger", "function", "contract")
+)
 _CONFLICT, _BRANCH = SYSTEM.by_name["conflict"], SYSTEM.by_name["branch"]
 _CALL = [(name, kind) for name, kind in LEDGER["ledger_call"][0] if name not in ("execution", "tx")]
 _MAIN = Branch(MAIN, "main", None, 0, 0, 0, None, "open")
@@ -197,7 +199,25 @@ class Ask:
         )
         if row is None:
             return None
-        principal, name, kind, parent, box, how, scope, reason, trace, started, status, finished, result, tier, blueprint, branch, steps = row[:17]  # fmt: skip
+        (
+            principal,
+            name,
+            kind,
+            parent,
+            box,
+            how,
+            scope,
+            reason,
+            trace,
+            started,
+            status,
+            finished,
+            result,
+            tier,
+            blueprint,
+            branch,
+            steps,
+        ) = row[:17]
         call = dict(zip([name for name, _ in _CALL], row[17:], strict=True))
         self._people[principal] = (name, kind)
         due = call["due"] is not None

@@ -147,7 +147,9 @@ def _connection(remote: Remote, seconds: float) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(parts.hostname, parts.port, timeout=seconds)
 
 
-def _send(layer: Any, remote: Remote, connection: http.client.HTTPConnection, method: str, path: str, body: bytes, accept: str) -> str:  # fmt: skip
+def _send(
+    layer: Any, remote: Remote, connection: http.client.HTTPConnection, method: str, path: str, body: bytes, accept: str
+) -> str:
     """Send a signed request; its number."""
     proof, number = identity.request(layer.id, remote.key or remote.origin, method, path, body)
     headers = {"authorization": f"Bearer {proof}", "accept": accept, "user-agent": "livinglayer"}

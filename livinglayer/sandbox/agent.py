@@ -261,7 +261,9 @@ class Agent:
             elif kind == DONE:
                 code = int.from_bytes(payload[:4], "little") & 0xFFFF
                 step = payload[4:].rstrip(b"\0").decode("utf-8", "replace")
-                failed: LayerError = Unavailable(f"the box could not be set up: {step}: {os.strerror(code)}", hint="layer doctor")  # fmt: skip
+                failed: LayerError = Unavailable(
+                    f"the box could not be set up: {step}: {os.strerror(code)}", hint="layer doctor"
+                )
                 if step.startswith("/") and code in (errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
                     failed = Invalid(
                         f"files of its base are in the way of the mount at {step!r:.200}", hint="another path"

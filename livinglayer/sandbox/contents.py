@@ -294,7 +294,15 @@ def _entry(parts: tuple[str, ...], fd: int, name: str) -> Entry:
         found = os.stat(name, dir_fd=fd, follow_symlinks=False)
         link = stat.S_ISLNK(found.st_mode)
         target = os.readlink(name, dir_fd=fd) if link else None
-    kind: Type = "symlink" if link else "directory" if stat.S_ISDIR(found.st_mode) else "file" if stat.S_ISREG(found.st_mode) else "unknown"  # fmt: skip
+    kind: Type = (
+        "symlink"
+        if link
+        else "directory"
+        if stat.S_ISDIR(found.st_mode)
+        else "file"
+        if stat.S_ISREG(found.st_mode)
+        else "unknown"
+    )
     return Entry(
         parts[-1] if parts else "/", path, kind, found.st_size, stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid,
         found.st_atime, found.st_mtime, found.st_ctime, target,
@@ -358,6 +366,15 @@ def _failure(error: OSError, path: str) -> Exception:
         return LimitExceeded("the volume is full", hint="remove files of it")
     if error.errno == errno.EEXIST:
         return Conflict(f"{path!r} is already there")
-    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EXDEV, errno.EINVAL, errno.ENXIO, errno.ENODEV):  # fmt: skip
+    if error.errno in (
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.EXDEV,
+        errno.EINVAL,
+        errno.ENXIO,
+        errno.ENODEV,
+    ):
         return Invalid(f"{path!r}: {os.strerror(error.errno).lower()}")
     return Unavailable(f"{path!r}: {error.strerror or error}")

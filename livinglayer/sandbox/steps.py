@@ -117,7 +117,11 @@ def _read(number: int, step: Mapping[str, Any], kind: str) -> Step:
 def _copy(number: int, given: object) -> Step:
     """Files of an archive, known by its content."""
     texts = ("archive", "source", "to", "owner", "mode")
-    if not isinstance(given, Mapping) or set(given) != set(texts) or not all(isinstance(one, str) for one in given.values()):  # fmt: skip
+    if (
+        not isinstance(given, Mapping)
+        or set(given) != set(texts)
+        or not all(isinstance(one, str) for one in given.values())
+    ):
         raise Invalid(f"step {number}: copy has {', '.join(texts)}, each a text")
     source, to, owner, mode = (given[key] for key in texts[1:])
     if not to.startswith("/") or any("\0" in one for one in given.values()):

@@ -121,7 +121,11 @@ def review(layer: Layer, args: Namespace, out: Printer) -> None:
         out.say()
         out.say(f"! It changes how the layer is governed: {counted(len(found['policy']), 'row')}", RED)
         for row in found["policy"]:
-            values = ", ".join(_became(row["op"], name, *both) for name, both in row["fields"].items() if any(one is not None for one in both))  # fmt: skip
+            values = ", ".join(
+                _became(row["op"], name, *both)
+                for name, both in row["fields"].items()
+                if any(one is not None for one in both)
+            )
             out.say(f"! {row['op']} {row['entity']}/{row['id']}: {values}", RED)
     out.say()
     changes(found["rows"], out)

@@ -110,7 +110,9 @@ def prepared(layer: Layer, args: Namespace, port: int) -> Serving:
         hostname(domain),
         *map(hostname, args.allow_host),
     }
-    return Serving(layer, url, domain, frozenset(names), Gate(max(1, args.lock_out)), Metrics(), url.startswith("https:"))  # fmt: skip
+    return Serving(
+        layer, url, domain, frozenset(names), Gate(max(1, args.lock_out)), Metrics(), url.startswith("https:")
+    )
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -148,7 +150,12 @@ class Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat()
-        line: dict[str, Any] = {"at": at, "level": record.levelname.lower(), "part": record.name, "message": record.getMessage()}  # fmt: skip
+        line: dict[str, Any] = {
+            "at": at,
+            "level": record.levelname.lower(),
+            "part": record.name,
+            "message": record.getMessage(),
+        }
         line |= {key: value for key in ("address", "ms") if (value := getattr(record, key, None)) is not None}
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)

@@ -27,7 +27,13 @@ def ensure(layer: Layer) -> None:
             find(layer, name)
         except NotFound:
             tier = os.environ.get("LAYER_E2B_TIER", "namespace")
-            given = {"name": name, "tier": tier, "limits": limits, "egress": EGRESS, "description": "what E2B's clients open"}  # fmt: skip
+            given = {
+                "name": name,
+                "tier": tier,
+                "limits": limits,
+                "egress": EGRESS,
+                "description": "what E2B's clients open",
+            }
             if tier in ("microvm", "vm") and name == "code-interpreter-v1":
                 given["packages"] = KERNEL  # a machine does not see the host's; they are built in once
             layer.call("blueprint.define", given, reason="layer up")

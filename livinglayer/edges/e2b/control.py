@@ -303,7 +303,9 @@ def _volumes(given: list[Any]) -> list[dict[str, str]]:
 async def list_(asked: Asked, _: str) -> Response:
     """The boxes one holds, filtered, sorted and in pages."""
     params, old = asked.request.query_params, asked.request.scope["path"].startswith("/sandboxes")
-    wanted = {unquote(key): unquote(value) for key, value in parse_qsl(params.get("metadata", ""), keep_blank_values=True)}  # fmt: skip
+    wanted = {
+        unquote(key): unquote(value) for key, value in parse_qsl(params.get("metadata", ""), keep_blank_values=True)
+    }
     states = {state for given in params.getlist("state") for state in given.split(",") if state}
     if states - {"running", "paused"}:
         raise Invalid(f"'state' must be running or paused, not {sorted(states)[0]!r:.60}")
@@ -534,7 +536,11 @@ async def later_logs(asked: Asked, id: str) -> Response:
     cursor, limit = asked.number("cursor", 0, 10**15), asked.number("limit", 1, 10_000, 1000) or 1000
     back = asked.request.query_params.get("direction", "forward") == "backward"
     found = await _entries(asked, id)
-    found = [one for one in (found[::-1] if back else found) if cursor is None or (_ms(one) <= cursor if back else _ms(one) >= cursor)]  # fmt: skip
+    found = [
+        one
+        for one in (found[::-1] if back else found)
+        if cursor is None or (_ms(one) <= cursor if back else _ms(one) >= cursor)
+    ]
     return JSONResponse({"logs": found[:limit]})
 
 

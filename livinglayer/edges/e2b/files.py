@@ -352,7 +352,10 @@ async def download(asked: Asked, path: str, send: Send) -> None:
     if found.type == "directory":
         raise Refused(400, f"path '{path}' is a directory")
     if found.type != "file":
-        raise Refused(404 if found.type == "link" else 400, f"path '{path}' does not exist" if found.type == "link" else f"path '{path}' is not a file")  # fmt: skip
+        raise Refused(
+            404 if found.type == "link" else 400,
+            f"path '{path}' does not exist" if found.type == "link" else f"path '{path}' is not a file",
+        )
     kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
     name = posixpath.basename(path)
     headers = [
@@ -369,7 +372,12 @@ async def download(asked: Asked, path: str, send: Send) -> None:
     if wanted := asked.headers.get(b"range"):
         status, begin, length = ranged(wanted.decode("latin-1"), found.size)
         if status == 416:
-            return await answer(send, 416, b'{"code":416,"message":"the range is not in the file"}', [(b"content-type", b"application/json"), (b"content-range", b"bytes */%d" % found.size)])  # fmt: skip
+            return await answer(
+                send,
+                416,
+                b'{"code":416,"message":"the range is not in the file"}',
+                [(b"content-type", b"application/json"), (b"content-range", b"bytes */%d" % found.size)],
+            )
         if status == 206:
             headers.append((b"content-range", b"bytes %d-%d/%d" % (begin, begin + length - 1, found.size)))
     packer = None
@@ -478,11 +486,16 @@ class Upload:
         """The next file."""
         self._path = resolved(path, self._home)
         if any(entry["path"] == self._path for entry in self.done):
-            raise Refused(400, f"you cannot upload multiple files to the same path '{self._path}' in one upload request, only the first specified file was uploaded")  # fmt: skip
+            raise Refused(
+                400,
+                f"you cannot upload multiple files to the same path '{self._path}' in one upload request, only the first specified file was uploaded",
+            )
         if self._path == "/":
             raise Refused(400, "path is a directory: /")
         marks = {PREFIX + key: value for key, value in self._marks.items()}
-        self._writing = await self._asked.box.box.files.open(self._path, user=ROOT, owner=self._asked.user, attributes=marks, prefix=PREFIX)  # fmt: skip
+        self._writing = await self._asked.box.box.files.open(
+            self._path, user=ROOT, owner=self._asked.user, attributes=marks, prefix=PREFIX
+        )
 
     async def send(self, data: bytes) -> None:
         """Some of it."""

@@ -106,7 +106,10 @@ def _headers(given: object) -> dict[str, dict[str, str]]:
                 raise Invalid(f"a rule of {host!r:.100} is not a transform of headers")
             if any("${e2b.identity." in text for text in values.values() if isinstance(text, str)):
                 raise Invalid("workload identity tokens are not minted here", hint="use a secret: ${e2b.secrets.NAME}")
-            merged = {**{k: v for k, v in merged.items() if k not in map(str.lower, values)}, **{k.lower(): v for k, v in values.items()}}  # fmt: skip
+            merged = {
+                **{k: v for k, v in merged.items() if k not in map(str.lower, values)},
+                **{k.lower(): v for k, v in values.items()},
+            }
         if merged:
             found[host] = merged
     return found

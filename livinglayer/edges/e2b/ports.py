@@ -34,7 +34,17 @@ HEAD = 64 << 10  # bytes of the headers of an answer
 MESSAGE = 16 << 20  # bytes of one message of a WebSocket
 TRAFFIC = "e2b-traffic-access-token"
 # Of one connection only, whoever it is with.
-HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}  # fmt: skip
+HOP = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
 # Of a request: what is for us, what we say ourselves, and what we have answered already.
 OURS = HOP | {
     b"host",
@@ -194,9 +204,10 @@ async def _http(
                 if event.status_code > 599:  # nothing that a server can say again
                     raise h11.RemoteProtocolError(f"status {event.status_code} is none")
                 begun = True
-                await send(
-                    {"type": "http.response.start", "status": event.status_code, "headers": _outward(event.headers)}
-                )
+                headers = _outward(event.headers)
+                if event.status_code in (204, 304):  # the length of what is not sent, which a server would wait for
+                    headers = [(name, value) for name, value in headers if name != b"content-length"]
+                await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
             elif isinstance(event, h11.Data):
                 await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
             elif isinstance(event, h11.EndOfMessage):
@@ -205,7 +216,9 @@ async def _http(
                 raise h11.RemoteProtocolError("the connection was closed")
 
     try:
-        head = inside.send(h11.Request(method=scope["method"], target=target, headers=[*headers, (b"connection", b"close")]))  # fmt: skip
+        head = inside.send(
+            h11.Request(method=scope["method"], target=target, headers=[*headers, (b"connection", b"close")])
+        )
     except h11.LocalProtocolError as error:
         raise Refusal(400, f"the request is not one that can be sent on: {error}") from None
     try:
@@ -231,7 +244,11 @@ async def _websocket(
     await receive()  # websocket.connect
     inside = WSConnection(ConnectionType.CLIENT)
     host = next(value.decode("latin-1") for name, value in headers if name == b"host")
-    more = [(name, value) for name, value in headers if name not in (b"host", b"content-length", b"transfer-encoding") and not name.startswith(b"sec-websocket-")]  # fmt: skip
+    more = [
+        (name, value)
+        for name, value in headers
+        if name not in (b"host", b"content-length", b"transfer-encoding") and not name.startswith(b"sec-websocket-")
+    ]
     request = ws.Request(host, target.decode("latin-1"), extra_headers=more, subprotocols=list(scope["subprotocols"]))
     try:
         await line.send(inside.send(request))
@@ -335,7 +352,9 @@ def _inward(serving: Serving, scope: Scope, box: Reached, port: int) -> List:
         if name in PROOFS and (TOKEN.search(value) or hmac.compare_digest(value, box.token.encode())):
             continue
         if name == b"cookie":
-            pairs = [pair for pair in value.split(b";") if pair.partition(b"=")[0].strip().decode("latin-1") not in COOKIES]  # fmt: skip
+            pairs = [
+                pair for pair in value.split(b";") if pair.partition(b"=")[0].strip().decode("latin-1") not in COOKIES
+            ]
             if not pairs:
                 continue
             value = b";".join(pairs).strip()

@@ -83,7 +83,17 @@ async def reach(serving: Serving, id: str, wake: bool | Callable[[bool], bool] =
     if found is None:
         public = bool(told.get("public", True))
         traffic = held.token(serving.layer, id, "traffic")
-        found = Reached(id, AsyncSandbox(async_client(), info), token(serving, id), None if public else traffic, public, info, told, environment, info.get("user") or "user")  # fmt: skip
+        found = Reached(
+            id,
+            AsyncSandbox(async_client(), info),
+            token(serving, id),
+            None if public else traffic,
+            public,
+            info,
+            told,
+            environment,
+            info.get("user") or "user",
+        )
         if len(known) >= MOST:
             known.pop(next(iter(known)))
         known[id] = found

@@ -119,7 +119,11 @@ async def _create(asked: Asked, name: str | None = None) -> Response:
     if not isinstance(name, str):
         raise Invalid("a template has a name", hint='{"name": "my-template"}')
     cpu, memory = given.get("cpuCount"), given.get("memoryMB")
-    for key, value, most in (("cpuCount", cpu, 1024), ("memoryMB", memory, 1 << 24), ("minFreeDiskMB", given.get("minFreeDiskMB"), 1 << 30)):  # fmt: skip
+    for key, value, most in (
+        ("cpuCount", cpu, 1024),
+        ("memoryMB", memory, 1 << 24),
+        ("minFreeDiskMB", given.get("minFreeDiskMB"), 1 << 30),
+    ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most):
             raise Invalid(f"{key} must be a whole number up to {most}")
     made = await asked.call(
@@ -324,7 +328,13 @@ async def _status(asked: Asked, id: str, build: str, what: str) -> Response:
     ]  # fmt: skip
     if what == "logs":
         return JSONResponse({"logs": log})
-    found = {"templateID": row["annotations"]["template"]["id"], "buildID": build, "status": how["status"], "logs": [], "logEntries": log}  # fmt: skip
+    found = {
+        "templateID": row["annotations"]["template"]["id"],
+        "buildID": build,
+        "status": how["status"],
+        "logs": [],
+        "logEntries": log,
+    }
     if how["reason"]:
         found["reason"] = {**how["reason"], "logEntries": [line for line in log if line["level"] == "error"]}
     return JSONResponse(found)

@@ -52,7 +52,9 @@ class Tending:
                 until = (
                     self.sent + self._interval if self._until is None else min(self.sent + self._interval, self._until)
                 )
-                done, _ = await asyncio.wait((hung_up, gone, closing), timeout=max(0, until - now), return_when="FIRST_COMPLETED")  # fmt: skip
+                done, _ = await asyncio.wait(
+                    (hung_up, gone, closing), timeout=max(0, until - now), return_when="FIRST_COMPLETED"
+                )
                 now = self._loop.time()
                 if done or (self._until is not None and now >= self._until):
                     if hung_up not in done:

@@ -27,7 +27,14 @@ ENVD, INTERPRETER = 49983, 49999
 # What E2B's clients ask of the control plane when they are not told another name for it than ours.
 CONTROL = frozenset({"sandboxes", "snapshots", "templates", "volumes", "volumecontent", "secrets", "teams"})
 VERSION = re.compile(r"v\d")
-PAGES = {"": home.page, "login": home.login, "logout": home.logout, "healthz": home.healthz, "readyz": home.readyz, "metrics": home.metrics}  # fmt: skip
+PAGES = {
+    "": home.page,
+    "login": home.login,
+    "logout": home.logout,
+    "healthz": home.healthz,
+    "readyz": home.readyz,
+    "metrics": home.metrics,
+}
 log = logging.getLogger("livinglayer.http")
 
 
@@ -65,7 +72,9 @@ class App:
             await self._tell(error, scope, sending, bool(status))
         except Exception:
             log.exception("%s %s", scope.get("method"), scope["path"])
-            await self._tell(LayerError("something went wrong in the server; its log says more"), scope, sending, bool(status))  # fmt: skip
+            await self._tell(
+                LayerError("something went wrong in the server; its log says more"), scope, sending, bool(status)
+            )
         finally:
             self.serving.metrics.open[name] -= 1
             if self.access_log:

@@ -67,7 +67,9 @@ def _prove(serving: Serving, text: str, method: str, path: str, payload: bytes) 
     row, said = _said(serving, text)
     if (said.get("htm"), said.get("path"), said.get("body")) != (method, path, identity.digest(payload)):
         raise Unauthenticated("what a layer signed is another request than this one")
-    if not serving.layer.engine.claim([f"statement/{said['iss']}/{said['jti']}"], secrets.token_hex(8), identity.LONGEST + 2 * identity.SKEW):  # fmt: skip
+    if not serving.layer.engine.claim(
+        [f"statement/{said['iss']}/{said['jti']}"], secrets.token_hex(8), identity.LONGEST + 2 * identity.SKEW
+    ):
         raise Unauthenticated("what a layer signed was used before")
     return Proven(row["id"], row["name"], None, "layer", frozenset({"read"}), None)
 

@@ -171,7 +171,9 @@ async def handle(serving: Serving, request: Request, caller: Caller, rest: str) 
     since = resumed(request.headers.get("last-event-id"))
     kind = TYPED if chosen == "typed" else ""
     if asked[0] == "projection" and (found := await _do(serving, caller, theirs, caller, given)) is not None:
-        events = layers.followed(serving, request, caller, found, given.get("arguments") or {}, kind, given.get("branch", "main"))  # fmt: skip
+        events = layers.followed(
+            serving, request, caller, found, given.get("arguments") or {}, kind, given.get("branch", "main")
+        )
     elif asked[0] == "entity":
         start = await serving.do(last, caller.layer)
         since = start if since is None or since > start else since

@@ -184,7 +184,11 @@ class Known:
             raise Unauthenticated("the key of the provider is none") from None
 
     def _find(self, named: str | None, algorithm: str) -> dict[str, Any] | None:
-        fits = [each for each in self.keys.values() if each.get("kty") == ALGORITHMS[algorithm] and each.get("alg", algorithm) == algorithm]  # fmt: skip
+        fits = [
+            each
+            for each in self.keys.values()
+            if each.get("kty") == ALGORITHMS[algorithm] and each.get("alg", algorithm) == algorithm
+        ]
         if named is None:
             return fits[0] if len(fits) == 1 else None
         return next((each for each in fits if each.get("kid") == named), None)
@@ -276,7 +280,9 @@ async def begin(serving: Serving, request: Request) -> Response:
     there = await serving.do(found.endpoint, "authorization_endpoint")
     response = RedirectResponse(f"{there}{'&' if '?' in there else '?'}{urlencode(query, quote_via=quote)}", 303)
     name, path = COOKIES[serving.tls]
-    response.set_cookie(name, sealed(serving.layer.id, attempt), ATTEMPT, path=path, secure=serving.tls, httponly=True, samesite="lax")  # fmt: skip
+    response.set_cookie(
+        name, sealed(serving.layer.id, attempt), ATTEMPT, path=path, secure=serving.tls, httponly=True, samesite="lax"
+    )
     response.headers["cache-control"] = "no-store"
     return response
 
@@ -351,7 +357,9 @@ def who(serving: Serving, provider: Provider, claims: Mapping[str, Any]) -> int:
     people = SYSTEM.by_name["principal"]
     with serving.layer.engine.reading() as session:
         rows = serving.layer.catalog.rows(session, people, MAIN_CHAIN)
-    found = [row for row in rows if (row["attributes"] or {}).get("oidc") == value and row["kind"] not in ("role", "layer")]  # fmt: skip
+    found = [
+        row for row in rows if (row["attributes"] or {}).get("oidc") == value and row["kind"] not in ("role", "layer")
+    ]
     if len(found) == 1:
         return int(found[0]["id"])
     if found or not provider.create:

@@ -39,7 +39,12 @@ REFUSED = {
     503: "Unavailable: the engine or a host of boxes can't serve this now", 504: "TimedOut: the deadline passed; nothing was changed",
 }  # fmt: skip
 BRANCH = {"name": "branch", "in": "query", "schema": TEXT, "description": "which branch; main if not given"}
-PRINCIPAL = {"name": "principal", "in": "query", "schema": TEXT, "description": "act as this one; needs the right to impersonate"}  # fmt: skip
+PRINCIPAL = {
+    "name": "principal",
+    "in": "query",
+    "schema": TEXT,
+    "description": "act as this one; needs the right to impersonate",
+}
 AS_OF = {
     "name": "as_of",
     "in": "query",
@@ -47,9 +52,19 @@ AS_OF = {
     "description": "a tx number or a time: the data of that moment",
 }
 REASON = {"name": "reason", "in": "query", "schema": TEXT, "description": "why; kept with the tx"}
-KEY = {"name": "Idempotency-Key", "in": "header", "schema": {"type": "string", "maxLength": 1000}, "description": "done once for each principal; the same request again gives the same answer"}  # fmt: skip
+KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "schema": {"type": "string", "maxLength": 1000},
+    "description": "done once for each principal; the same request again gives the same answer",
+}
 TRACE = {"name": "traceparent", "in": "header", "schema": TEXT, "description": "the W3C trace this belongs to"}
-MATCH = {"name": "If-Match", "in": "header", "schema": {"type": "string", "pattern": '^(W/)?"[0-9]{1,18}"$'}, "description": "the ETag of the row: refused when it has another version by now"}  # fmt: skip
+MATCH = {
+    "name": "If-Match",
+    "in": "header",
+    "schema": {"type": "string", "pattern": '^(W/)?"[0-9]{1,18}"$'},
+    "description": "the ETag of the row: refused when it has another version by now",
+}
 FORMAT = {"name": "format", "in": "query", "schema": {"enum": ["json", "typed", "ndjson", "csv", "arrow"]}}
 PAGING = [
     {"name": "page", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": PAGE}, "description": "rows of a page; without it all at once"},

@@ -23,7 +23,9 @@ def spans() -> Span:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
     except ImportError:
-        raise SystemExit("layer: OpenTelemetry is asked for and not installed\nhint: pip install 'livinglayer[otel]'") from None  # fmt: skip
+        raise SystemExit(
+            "layer: OpenTelemetry is asked for and not installed\nhint: pip install 'livinglayer[otel]'"
+        ) from None
     exporter: Any
     if os.environ.get("OTEL_TRACES_EXPORTER") == "console":
         exporter = ConsoleSpanExporter()

@@ -515,7 +515,14 @@ def box_exec(
     _boxes,
     output={"path": TEXT, "bytes": NUMBER, "content": TEXT, "encoding": TEXT, "next": NUMBER},
 )
-def box_read(use: Use, *, box: Box, path: str, offset: Offset = 0, limit: Annotated[int, "bytes", {"minimum": 1, "maximum": SHOWN}] = SHOWN) -> Any:  # fmt: skip
+def box_read(
+    use: Use,
+    *,
+    box: Box,
+    path: str,
+    offset: Offset = 0,
+    limit: Annotated[int, "bytes", {"minimum": 1, "maximum": SHOWN}] = SHOWN,
+) -> Any:
     """A file of a box: text, or base64 where it is none. Of a long one a part; go on at `next`."""
     data = base64.b64decode(use.call("box.read", {"box": box, "path": path, "encoding": "base64"})["content"])
     part = data[offset : offset + limit]

@@ -216,7 +216,9 @@ class Speaking:
         part, following = _part(await self.do(resources.listed, self.who(ctx)), params)
         return types.ListResourcesResult(resources=part, next_cursor=following)
 
-    async def list_templates(self, ctx: Context, params: types.PaginatedRequestParams | None) -> types.ListResourceTemplatesResult:  # fmt: skip
+    async def list_templates(
+        self, ctx: Context, params: types.PaginatedRequestParams | None
+    ) -> types.ListResourceTemplatesResult:
         self.who(ctx)
         part, following = _part(resources.templates(), params)
         return types.ListResourceTemplatesResult(resource_templates=part, next_cursor=following)

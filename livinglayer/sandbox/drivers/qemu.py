@@ -156,7 +156,16 @@ class Process:
         asyncio.get_running_loop().add_reader(self._fd, self._gone)
 
     @classmethod
-    async def start(cls, jail: Jail, program: Path, arguments: Sequence[str], fds: Sequence[int], cgroup: Cgroup | None = None, netns: int | None = None, stderr: int = subprocess.DEVNULL) -> "Process":  # fmt: skip
+    async def start(
+        cls,
+        jail: Jail,
+        program: Path,
+        arguments: Sequence[str],
+        fds: Sequence[int],
+        cgroup: Cgroup | None = None,
+        netns: int | None = None,
+        stderr: int = subprocess.DEVNULL,
+    ) -> "Process":
         """Start `program` in the jail; when whoever waits is cancelled meanwhile, it is ended."""
         starting = asyncio.ensure_future(asyncio.to_thread(jail.start, program, arguments, fds, cgroup, netns, stderr))
         try:

@@ -92,9 +92,17 @@ class Upstream(Protocol):
     @property
     def usable(self) -> bool: ...
     async def ask(
-        self, method: str, scheme: str, authority: bytes, target: bytes, headers: Headers, length: int | None,
-        body: AsyncIterator[bytes], trailers: Headers, upgrade: bool,
-    ) -> Response: ...  # fmt: skip
+        self,
+        method: str,
+        scheme: str,
+        authority: bytes,
+        target: bytes,
+        headers: Headers,
+        length: int | None,
+        body: AsyncIterator[bytes],
+        trailers: Headers,
+        upgrade: bool,
+    ) -> Response: ...
     def close(self) -> None: ...
     async def settled(self) -> None: ...
 
