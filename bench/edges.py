@@ -228,8 +228,11 @@ def measure(quick: bool) -> list[Line | Failed]:
         with livinglayer.open(place / "layer", create=True) as layer:
             layer.define("ticket", {"title": "text!", "priority": "int"})
             layer.insert("ticket", [{"title": f"ticket {n}", "priority": n} for n in range(1000)])
-            token, key = (
-                layer.call("token.create", {"name": "bench", "kind": kind})["token"] for kind in ("api", "e2b")
+            layer.principal("ann")
+            layer.grant("ann", "read", "ticket", where="priority >= 0")
+            token, key, other = (
+                layer.call("token.create", {"name": "bench", "kind": kind, "principal": principal})["token"]
+                for kind, principal in (("api", "owner"), ("e2b", "owner"), ("api", "ann"))
             )
         up = [sys.executable, "-m", "livinglayer.edges.cli.main", "up", "--json", "--dir", str(place / "layer"), "--port", "0"]  # fmt: skip
         with running(up) as server, running([sys.executable, "-m", "bench.noop"]) as noop:
@@ -251,9 +254,9 @@ def measure(quick: bool) -> list[Line | Failed]:
                 ours, most = rate(server, COMMANDS, seconds), shells(seconds)
                 return Line("E2B client: commands/s beside plain shells in no box", ours / most, "×", plain=1 / most, ours=1 / ours)  # fmt: skip
 
-            def queries() -> Line:
+            def queries(whose: str, token: str) -> Line:
                 found = wrk(server, token, seconds)
-                return Line("query of one row, wrk", found, "/s", ours=1 / found, high=2000)
+                return Line(f"query of one row by {whose}, wrk", found, "/s", ours=1 / found, high=2000)
 
             def idle() -> Line:
                 before, owner = server.resident(), server.clients(IDLE, str(BOXES))
@@ -268,7 +271,8 @@ def measure(quick: bool) -> list[Line | Failed]:
             take("commands/s", lambda: commands("asynchronous", AT_ONCE))
             take("commands/s", lambda: commands("threads", COMMANDS))
             take("shells", limit)
-            take("query of one row", queries)
+            take("query of one row", lambda: queries("the owner", token))
+            take("query of one row", lambda: queries("others, in a reader process", other))
             take("slow clients", lambda: beside_slow(server, token, 500 if quick else 3000))
             take("idle boxes", idle)
     return lines
