@@ -27,7 +27,7 @@ from .substrate.ledger import MAIN_CHAIN, Execution, Ledger, Tx, Work
 from .substrate.migrate import migrate
 from .substrate.permissions import Decision
 from .substrate.prune import prune as prune_history
-from .substrate.reads import LONGEST, Reads, clock, writes
+from .substrate.reads import LONGEST, Attention, Reads, clock, writes
 from .substrate.schema import FORMAT, OWNER, SYSTEM, Schema
 from .substrate.sqlite import SqliteEngine
 from .substrate.values import HASH
@@ -506,16 +506,16 @@ class Layer(Writes):
     def query_at(
         self, sql: str, params: Mapping[str, Any] | Sequence[Any] | None = None, branch: str = "main", as_of: Moment = None, principal: str | None = None,
         narrow: Mapping[str, Any] | None = None, timeout: float | None = None, limit: int | None = None, trusted: bool = False,
-        execution: Execution | None = None,
+        execution: Execution | None = None, attention: Attention | None = None,
     ) -> tuple[list[dict[str, Any]], int]:  # fmt: skip
         """Rows of one SELECT as `query` gives them, and the last tx that they show.
 
         With `narrow` = {entity: {"fields": [...], "where": "..."}} nothing else is there; a query that is `trusted`
-        may run in this process.
+        may run in this process; when `attention` is lost it is ended.
         """
         number = self.my_id if principal is None else self.id_of(principal)
         with self._refused(number, sql, execution):
-            return self.reads.query_at(sql, params, branch, as_of, number, timeout, limit, trusted, narrow)
+            return self.reads.query_at(sql, params, branch, as_of, number, timeout, limit, trusted, narrow, attention)
 
     def projection(
         self,

@@ -15,6 +15,7 @@ class Settings:
 
     value_bytes: int = 1 << 20  # one value in a row; larger content belongs in a file field
     query_seconds: float = 10.0  # deadline of a query that names none
+    longest_seconds: float = 60.0  # deadline that a query may name which is no owner's
     query_rows: int = 100_000  # rows of one answer
     query_bytes: int = 256 << 20  # memory of a reader process, and the largest answer it may give
     busy_seconds: float = 10.0  # how long a writer waits for another one

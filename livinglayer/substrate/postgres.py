@@ -1007,6 +1007,11 @@ class Reader:
     def close(self) -> None:
         self.engine.keep(self.role, self.line)
 
+    def interrupt(self) -> None:
+        """End what it is doing, from another thread."""
+        with suppress(psycopg.Error):
+            self.connection.cancel_safe(timeout=5)
+
     def raw_connection(self) -> psycopg.Connection[Any]:
         """The connection with every name bound."""
         for entity in self.source.schema.entities:

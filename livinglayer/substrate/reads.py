@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import sqlglot
 from sqlglot import exp
@@ -370,6 +371,33 @@ def writes(sql: str, error: LayerError) -> bool:
     return bool(error.details.get("writes")) or _WRITES.match(sql) is not None
 
 
+class Attention:
+    """Whether somebody still waits for an answer. When nobody does, what would give it is ended."""
+
+    def __init__(self) -> None:
+        self._lock, self._lost = threading.Lock(), False
+        self._end: Callable[[], object] | None = None
+
+    def lose(self) -> None:
+        with self._lock:
+            self._lost = True
+            if self._end is not None:
+                self._end()
+
+    @contextmanager
+    def ending(self, end: Callable[[], object]) -> Iterator[None]:
+        """While something is at work that `end` ends, called from another thread."""
+        with self._lock:
+            if self._lost:
+                raise TimedOut("whoever asked has gone")
+            self._end = end
+        try:
+            yield
+        finally:
+            with self._lock:  # an end that has begun ends this, and nothing that comes after it
+                self._end = None
+
+
 class Reads:
     """Answers queries: the owner's here, everybody else's where they can't hurt (a reader process, a role of their own)."""
 
@@ -405,6 +433,7 @@ class Reads:
         limit: int | None = None,
         trusted: bool = False,
         narrow: Any = None,
+        attention: Attention | None = None,
     ) -> tuple[list[dict[str, Any]], int]:
         """Rows of one SELECT, and the last tx they show: of main and all branches, or the one that `as_of` means.
 
@@ -413,11 +442,21 @@ class Reads:
         seconds = self.settings.query_seconds if timeout is None else timeout
         most = self.settings.query_rows if limit is None else limit
         check_request(sql, params, branch, as_of, seconds, most)
-        within = canonical(narrow)
+        if timeout is not None and timeout > self.settings.longest_seconds and not self._sovereign(principal):
+            raise Invalid(
+                f"a query has {self.settings.longest_seconds:g} seconds at most, not {timeout!r:.40}",
+                hint="ask for less at a time; an owner's may take longer",
+            )
+        within, attention = canonical(narrow), attention or Attention()
         if self.processes is not None and (not trusted or within is not None):
-            return self.processes.query(sql, params, branch, as_of, principal, within, seconds, most)
-        answer = self.raw(sql, params, branch, as_of, principal, within, time.monotonic() + seconds, most)
+            return self.processes.query(sql, params, branch, as_of, principal, within, seconds, most, attention)
+        deadline = time.monotonic() + seconds
+        answer = self.raw(sql, params, branch, as_of, principal, within, deadline, most, attention)
         return as_dicts(*answer), answer[3]
+
+    def _sovereign(self, principal: int) -> bool:
+        with self.engine.reading() as session:
+            return self.catalog.policy(session, principal, clock(self.engine, session)[1]).sovereign()
 
     def raw(
         self,
@@ -429,16 +468,18 @@ class Reads:
         narrow: Narrow | None,
         deadline: float,
         most: int,
+        attention: Attention | None = None,
     ) -> Answer:
         """The answer of one SELECT, values as the engine gives them."""
-        key = (branch, as_of, principal, narrow)
+        key, attention = (branch, as_of, principal, narrow), attention or Attention()
         for _ in range(20):
             reader, used = self._take(key)
             if used and reader.source.policy.expired():
                 reader.close()
                 continue
             try:
-                answer: Answer = reader.answer(sql, params, deadline, most)
+                with attention.ending(reader.interrupt):
+                    answer: Answer = reader.answer(sql, params, deadline, most)
             except Stale:
                 reader.close()
                 continue
@@ -560,6 +601,16 @@ def unpacked(value: Any) -> Any:
     return bytes.fromhex(value["b"]) if isinstance(value, dict) else value
 
 
+@contextmanager
+def _within(turns: threading.Semaphore, until: float) -> Iterator[None]:
+    if not turns.acquire(timeout=max(0, until - time.monotonic())):
+        raise Unavailable("all readers are busy", hint="try again")
+    try:
+        yield
+    finally:
+        turns.release()
+
+
 class Processes:
     """A few reader processes, started when first needed."""
 
@@ -568,27 +619,20 @@ class Processes:
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
-        self._turn = threading.Condition(self._lock)
-        self._busy: Counter[int] = Counter()  # readers that each principal has at work
+        self._all_turns = threading.Semaphore(settings.readers * CROWD)
+        self._own: WeakValueDictionary[int, threading.Semaphore] = WeakValueDictionary()  # of principals that ask now
         self.closed = False
 
     @contextmanager
     def _turn_of(self, principal: int, seconds: float) -> Iterator[None]:
         """While one of a principal's readers is at work: whoever asks what takes long keeps nobody else waiting."""
-        each = self.settings.readers
-        with self._turn:
-            if not self._turn.wait_for(
-                lambda: self._busy[principal] < each and self._busy.total() < each * CROWD, max(seconds, 0.01)
-            ):
-                raise Unavailable("all readers are busy", hint="try again")
-            self._busy[principal] += 1
-        try:
+        with self._lock:
+            own = self._own.get(principal)
+            if own is None:
+                own = self._own[principal] = threading.Semaphore(self.settings.readers)
+        until = time.monotonic() + max(seconds, 0.01)
+        with _within(own, until), _within(self._all_turns, until):
             yield
-        finally:
-            with self._turn:
-                self._busy[principal] -= 1
-                self._busy += Counter()  # forgets those who have none
-                self._turn.notify_all()
 
     def query(
         self,
@@ -600,6 +644,7 @@ class Processes:
         narrow: Narrow | None,
         seconds: float,
         most: int,
+        attention: Attention,
     ) -> tuple[list[dict[str, Any]], int]:
         given = (
             {k: packed(parameter(v)) for k, v in params.items()}
@@ -612,8 +657,9 @@ class Processes:
                 process = self._start()
                 try:
                     assert process.stdin is not None and process.stdout is not None
-                    send(process.stdin.fileno(), [sql, given, branch, moment, principal, narrow, seconds, most])
-                    answer = receive(process.stdout.fileno(), time.monotonic() + seconds + 1.0)
+                    with attention.ending(process.kill):
+                        send(process.stdin.fileno(), [sql, given, branch, moment, principal, narrow, seconds, most])
+                        answer = receive(process.stdout.fileno(), time.monotonic() + seconds + 1.0)
                 except TimeoutError:
                     self._kill(process)
                     raise TimedOut("the query took too long", hint="ask for less, or give a longer timeout") from None

@@ -653,6 +653,10 @@ class Reader:
         if self.keep is not None:
             self.keep(self.connection)
 
+    def interrupt(self) -> None:
+        """End what it is doing, from another thread."""
+        self.connection.interrupt()
+
     def raw_connection(self) -> apsw.Connection:
         """The connection with every name bound, its guard off."""
         for entity in self.source.schema.entities:

@@ -357,6 +357,29 @@ def test_one_principal_has_a_few_turns_and_none_is_kept() -> None:
     asyncio.run(act())
 
 
+def test_a_query_ends_when_its_client_hangs_up(server: Server, owner: Asker) -> None:
+    owner.post("principal.define", name="hasty").result  # noqa: B018
+    hasty, endless = server.token("hasty"), "with recursive c(n) as (select 1 union all select n + 1 from c) select count(*) as n from c"  # fmt: skip
+    path = f"/api/query?{urlencode({'sql': endless, 'timeout': 55})}"
+    asked = json.dumps({"sql": endless, "timeout": 55}).encode()
+    heads = (
+        f"GET {path} HTTP/1.1\r\n".encode(),
+        f"POST /api/query HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(asked)}\r\n".encode(),
+    )
+    waiting = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
+    for n, each in enumerate(waiting):  # two are at work, the others wait for their turn
+        head = heads[n % 2] + f"Host: 127.0.0.1\r\nX-API-Key: {hasty}\r\n\r\n".encode()
+        each.sendall(head + (asked if n % 2 else b""))
+    time.sleep(1.5)
+    for each in waiting:
+        each.close()
+    began = time.monotonic()
+    assert Asker(server, hasty)("GET", "/api/query", sql="select 1 as n", timeout="50").status == 200
+    assert time.monotonic() - began < 30
+    refused = Asker(server, hasty)("GET", "/api/query", sql="select 1 as n", timeout="61")
+    assert refused.code == (400, "invalid")
+
+
 def test_what_is_anothers_is_not_there(ann: Asker, ben: Asker, owner: Asker) -> None:
     mine = ann.post("row.insert", entity="item", values={"name": "ann's own"}).result
     digest = ann("POST", "/api/blob", b"ann's content").json["digest"]

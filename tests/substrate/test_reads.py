@@ -13,6 +13,7 @@ import pytest
 import livinglayer
 from livinglayer import Layer
 from livinglayer.errors import Invalid, LimitExceeded, NotFound, TimedOut
+from livinglayer.substrate.reads import Attention
 
 
 def last(layer: Layer) -> int:
@@ -197,6 +198,33 @@ def test_more_rows_than_the_limit_are_refused_not_cut(shared: Layer, shared_loca
 
 
 ENDLESS = "with recursive r(n) as (select 1 union all select n + 1 from r) select count(*) as n from r"
+
+
+def test_who_is_no_owner_names_no_long_deadline(shared: Layer, shared_location: str) -> None:
+    shared.principal("patient")
+    for seconds in (60.5, 86_400):
+        with pytest.raises(Invalid, match="60 seconds at most"):
+            shared.query("select 1 as n", principal="patient", timeout=seconds)
+    assert shared.query("select 1 as n", principal="patient", timeout=60) == [{"n": 1}]
+    assert shared.query("select 1 as n", timeout=86_400) == [{"n": 1}]
+    with livinglayer.open(shared_location, longest_seconds=100) as lasting:
+        assert lasting.query("select 1 as n", principal="patient", timeout=100) == [{"n": 1}]
+
+
+@pytest.mark.parametrize("who", ["owner", "leaver"])
+def test_a_query_ends_when_nobody_waits_for_it_any_more(shared: Layer, who: str) -> None:
+    shared.principal("leaver")
+    endless = "with recursive c(n) as (select 1 union all select n + 1 from c) select count(*) as n from c"
+    attention = Attention()
+    leaving = threading.Timer(0.5, attention.lose)
+    leaving.start()
+    began = time.monotonic()
+    with pytest.raises((TimedOut, LimitExceeded)):
+        shared.query_at(endless, principal=who, timeout=60, trusted=who == "owner", attention=attention)
+    assert time.monotonic() - began < 30
+    with pytest.raises(TimedOut, match="has gone"):
+        shared.query_at("select 1 as n", principal=who, attention=attention)
+    assert shared.query("select 1 as n", principal=who) == [{"n": 1}]
 
 
 def test_a_deadline_is_met_by_the_owners_queries_too_and_others_go_on(shared: Layer, shared_location: str) -> None:
