@@ -170,6 +170,10 @@ def logs(as_json: bool) -> None:
     top.handlers[:] = [handler]
     top.setLevel(logging.WARNING)
     logging.getLogger("livinglayer").setLevel(logging.INFO)
+    # Whoever leaves an answer unfinished says so itself, with its reason.
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: "without completing response" not in record.getMessage()
+    )
 
 
 def announce(layer: Layer, serving: Serving, place: Path, out: Printer) -> None:

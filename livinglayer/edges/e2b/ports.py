@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import logging
 import re
 import ssl
+import time
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
@@ -33,6 +35,9 @@ List = list[tuple[bytes, bytes]]
 HEAD = 64 << 10  # bytes of the headers of an answer
 MESSAGE = 16 << 20  # bytes of one message of a WebSocket
 TRAFFIC = "e2b-traffic-access-token"
+QUIET = 60.0  # seconds before a box's broken answers are told of again
+CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+log = logging.getLogger("livinglayer.ports")
 # Of one connection only, whoever it is with.
 HOP = {
     b"connection",
@@ -203,11 +208,11 @@ async def _http(
             elif isinstance(event, h11.Response):
                 if event.status_code > 599:  # nothing that a server can say again
                     raise h11.RemoteProtocolError(f"status {event.status_code} is none")
+                told = _outward(event.headers)
+                if event.status_code in (204, 304):  # the length of what is not sent, which would be waited for
+                    told = [(name, value) for name, value in told if name != b"content-length"]
                 begun = True
-                headers = _outward(event.headers)
-                if event.status_code in (204, 304):  # the length of what is not sent, which a server would wait for
-                    headers = [(name, value) for name, value in headers if name != b"content-length"]
-                await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
+                await send({"type": "http.response.start", "status": event.status_code, "headers": told})
             elif isinstance(event, h11.Data):
                 await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
             elif isinstance(event, h11.EndOfMessage):
@@ -227,12 +232,23 @@ async def _http(
     except (LayerError, OSError, h11.RemoteProtocolError) as error:
         await _parted(serving, box)
         if begun:  # half an answer is cut off: the server does so when nobody ends it
-            return
+            return _broke_off(serving, box, error)
         if box.gone.is_set():
             raise Refusal(502, missing(box.id).message) from None
         raise Refusal(502, f"the server in the sandbox gave no answer: {error}") from None
     if not begun and box.gone.is_set():
         raise Refusal(502, missing(box.id).message)
+
+
+def _broke_off(serving: Serving, box: Reached, error: Exception) -> None:
+    """Say that a box did not end its answer; once in a while, as it could do so all day."""
+    told: dict[str, float] = serving.more.setdefault("broke off", {})
+    at = time.monotonic()
+    if at - told.get(box.id, -QUIET) >= QUIET:
+        for id in [id for id, last in told.items() if at - last >= QUIET]:
+            del told[id]
+        told[box.id] = at
+        log.info("an answer of box %s broke off: %s", box.id, str(error)[:200])
 
 
 # ---- WebSocket ----
@@ -379,6 +395,8 @@ def _outward(given: Iterable[tuple[bytes, bytes]]) -> List:
     for name, value in headers:
         if name in FOREIGN or name in listed:
             continue
+        if CONTROLS.search(value):  # nothing that a server can say again
+            raise Refusal(502, f"the header {name.decode('latin-1')!r:.60} of the sandbox's answer holds control characters")  # fmt: skip
         if name == b"set-cookie":
             first, *attributes = value.split(b";")
             if first.partition(b"=")[0].strip().decode("latin-1") in COOKIES:

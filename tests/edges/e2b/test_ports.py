@@ -285,3 +285,42 @@ def test_a_page_of_a_box_cannot_ask_us(server: Server, box: Sandbox) -> None:
         assert httpx.post(server.url + path, headers=origin).status_code == 403, path
     asked = {**origin, "E2b-Sandbox-Id": box.sandbox_id, "E2b-Sandbox-Port": "8000"}
     assert httpx.get(server.url, headers=asked).status_code == 403
+
+
+BROKEN = """
+import socket, sys
+answers = {
+    b"/short": b"HTTP/1.1 200 OK\\r\\nContent-Length: 100\\r\\n\\r\\nhalf",
+    b"/chunks": b"HTTP/1.1 200 OK\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n5\\r\\nha",
+    b"/unchanged": b"HTTP/1.1 304 Not Modified\\r\\nContent-Length: 100\\r\\n\\r\\n",
+    b"/nothing": b"HTTP/1.1 204 No Content\\r\\nContent-Length: 100\\r\\n\\r\\n",
+    b"/signs": b"HTTP/1.1 200 OK\\r\\nContent-Length: 4\\r\\nX-Odd: a\\x01b\\x7f\\r\\n\\r\\nwell",
+}
+with socket.create_server(("0.0.0.0", 8123)) as server:
+    while True:
+        line = server.accept()[0]
+        path = line.recv(65536).split()[1]
+        line.sendall(answers[path])
+        line.close()
+"""
+
+
+def test_an_answer_that_ends_too_early_is_a_line_in_the_log_once_in_a_while(server: Server) -> None:
+    box = Sandbox.create(timeout=120, **options(server))  # of which nothing was told yet
+    box.files.write("/tmp/broken.py", BROKEN)
+    box.commands.run("python3 /tmp/broken.py", background=True)
+    with client(server, box, 8123) as asking:
+        deadline = time.monotonic() + 20
+        while asking.get("/unchanged").status_code == 502 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        before = len(server.log)
+        for path in ("/short", "/chunks"):
+            for _ in range(3):
+                with pytest.raises(httpx.RemoteProtocolError):
+                    asking.get(path)
+        answers = [asking.get(path).status_code for path in ("/unchanged", "/nothing", "/signs")]
+        said = server.log[before:]
+    assert answers == [304, 204, 502]
+    assert "Traceback" not in said
+    assert len(said.splitlines()) == 1 and f"an answer of box {box.sandbox_id} broke off" in said
+    box.kill()
