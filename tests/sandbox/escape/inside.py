@@ -507,7 +507,7 @@ def leak_memory():
 @attack("leak.environment", "reach")
 def leak_environment():
     known = {
-        "PATH", "LANG", "HOME", "USER", "LOGNAME", "LAYER_BOX", "LAYER_URL", "PYTHONPATH", "NODE_PATH", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO",
+        "PATH", "SHELL", "HOME", "USER", "LOGNAME", "LAYER_BOX", "LAYER_URL", "PYTHONPATH", "NODE_PATH", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO",
         "NODE_EXTRA_CA_CERTS", "LC_CTYPE", "TERM", "PWD", "SHLVL", "_", "OLDPWD", "TMPDIR",
     }  # fmt: skip
     if token := canary(repr(os.environ).encode()):
