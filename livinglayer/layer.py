@@ -346,6 +346,7 @@ class Layer(Writes):
         self._executions: dict[int, Execution] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self.until: datetime | None = None  # when the token ends that this handle was opened with
         try:
             if not engine.exists():
                 if not create:
@@ -401,6 +402,7 @@ class Layer(Writes):
             raise Unauthenticated(
                 "a token with a scope is for a server, which keeps to it", hint="livinglayer.connect(url, token)"
             )
+        self.until = proven.expires
         return proven.principal
 
     # Who acts
@@ -413,7 +415,7 @@ class Layer(Writes):
     def acting_as(self, number: int) -> Layer:
         """The same layer as another principal, for whoever has made sure that it is them; only the first handle closes it."""
         made = copy.copy(self)
-        made.my_id = number
+        made.my_id, made.until = number, None
         return made
 
     def name_of(self, number: int) -> str:
@@ -714,7 +716,11 @@ class Layer(Writes):
             return authority.principal(tx, name, kind, attributes, roles)
 
     def token(self, principal: str) -> str:
-        """A new token for a principal; the one before it ends."""
+        """A new token for a principal; the one before it ends. It has no end of its own, so that one which has makes none."""
+        if self.until is not None:
+            raise Denied(
+                "a token that ends makes none that does not", hint="layer token create makes one that ends with it"
+            )
         made = genesis.token()
         with self.in_tx(None, "main", f"token of {principal}") as tx:
             authority.principal(tx, principal, None, None, None, genesis.token_hash(made))

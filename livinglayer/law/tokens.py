@@ -46,13 +46,15 @@ def create(
     expires: datetime | None = None,
     reason: str | None = None,
 ) -> str:
-    """A new token of a principal: its own, or anybody's when an owner asks."""
+    """A new token of a principal: its own, or anybody's when an owner asks. It ends with the token that made it at the latest."""
     if kind not in KINDS:
         raise Invalid(f"there is no kind of token {kind!r}", hint=", ".join(KINDS))
     if not isinstance(name, str) or not 0 < len(name) <= 200:
         raise Invalid("a token has a name of up to 200 characters, to tell it from others")
     if scope is not None and (isinstance(scope, str) or not scope or not all(part in PARTS for part in scope)):
         raise Invalid(f"the scope of a token is one or more of {', '.join(PARTS)}, not {scope!r}")
+    if layer.until is not None:
+        expires = layer.until if expires is None else min(expires, layer.until)
     if expires is not None and expires <= datetime.now(UTC):
         raise Invalid(f"a token that ended at {expires.isoformat()} is good for nothing")
     text = KINDS[kind] + secrets.token_hex(20)

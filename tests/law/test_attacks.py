@@ -12,6 +12,7 @@ import pytest
 from law.conftest import define
 from sandbox.hosts import Host
 
+import livinglayer
 from livinglayer import Layer
 from livinglayer.errors import Denied, Invalid, LayerError, LimitExceeded, NotFound
 from livinglayer.law import channel, contracts, executions, functions
@@ -83,6 +84,24 @@ def test_definers_rights_do_not_stay_with_whoever_called(shop: Layer) -> None:
     with pytest.raises((Denied, NotFound)):
         shop.update("ticket", number, {"note": "stolen"}, principal="mallory")
     assert shop.query("select note from ticket") == [{"note": "b"}]
+
+
+def test_a_token_that_ends_makes_none_that_outlives_it(shop: Layer, location: str) -> None:
+    for who in ("mallory", "owner"):
+        brief = shop.call("token.create", name="brief", principal=who, seconds=600)["token"]
+        with livinglayer.open(location, token=brief) as handle:
+            for given in ({}, {"seconds": 86_400.0}, {"seconds": 60.0}):
+                made = handle.call("token.create", name=f"made by {who}", **given)["token"]
+                with livinglayer.open(location, token=made) as again:
+                    again.call("token.create", name=f"made by {who}")
+            with pytest.raises(Denied, match="a token that ends makes none"):
+                handle.token(who)
+    ends = {
+        row["name"]: row["ends"] for row in shop.query("select name, max(expires) as ends from token group by name")
+    }
+    assert ends["made by mallory"] <= ends["brief"] and ends["made by owner"] == ends["brief"]
+    assert shop.query("select count(*) as n from token where expires is null") == [{"n": 0}]
+    shop.token("mallory")  # one without an end may
 
 
 # What errors tell

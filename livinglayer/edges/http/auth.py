@@ -117,15 +117,9 @@ async def authenticate(
     proven = await prove(serving, text, how, headers, address, method, path, payload)
     if how == "session" and method not in SAFE:
         same_origin(serving, headers)
-    return Caller(
-        proven.principal,
-        proven.name,
-        serving.acting(proven.principal),
-        proven.scope,
-        proven.token,
-        proven.kind,
-        proven.expires,
-    )
+    layer = serving.acting(proven.principal)
+    layer.until = None if proven.kind == "session" else proven.expires
+    return Caller(proven.principal, proven.name, layer, proven.scope, proven.token, proven.kind)
 
 
 async def prove(

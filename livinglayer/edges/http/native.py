@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -198,11 +197,7 @@ def expecting(name: str, arguments: dict[str, Any], seen: str) -> dict[str, Any]
 
 
 def narrowed(caller: Caller, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a token makes ends with it at the latest, and has no wider scope: its own, if none is named."""
-    if caller.expires is not None and caller.kind != "session":
-        left, wanted = (caller.expires - datetime.now(UTC)).total_seconds(), arguments.get("seconds")
-        if wanted is None or (isinstance(wanted, int | float) and wanted > left):
-            arguments = {**arguments, "seconds": max(left, 0.001)}
+    """What a token makes has no wider scope than it: its own, if none is named."""
     if caller.scope is None:
         return arguments
     if arguments.get("scope") is None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -38,7 +37,6 @@ class Caller:
     scope: frozenset[str] | None = None  # None: everything its principal may
     token: int | None = None
     kind: str = "api"
-    expires: datetime | None = None  # when its token ends
 
     def may(self, part: str) -> bool:
         """Whether its token is for a part: read, write or boxes."""
