@@ -39,6 +39,7 @@ Act = Callable[["Asked", str], Awaitable[Response]]
 ROUTES: list[tuple[str, re.Pattern[str], Act]] = []
 ELSEWHERE = {
     "templates": "templates",
+    "default-templates": "templates",
     "volumes": "volumes",
     "volumecontent": "volumes",
     "secrets": "secrets",

@@ -23,7 +23,9 @@ from starlette.responses import JSONResponse, Response
 from ...errors import Denied, Invalid, LayerError, LimitExceeded, NotFound, Unauthenticated
 from ...law import contracts, templates
 from ...sandbox.blueprint import parse_size
+from ...substrate.reads import clock
 from ..http.serving import Caller, Serving, too_large
+from .bases import BASES
 from .control import EMPTY, ENVD, said
 
 ARCHIVE = int(os.environ.get("LAYER_UPLOAD_BYTES", str(2 << 30)))  # bytes of the files of one COPY
@@ -43,6 +45,8 @@ async def handle(serving: Serving, request: Request, caller: Caller | None = Non
     parts = parts[1:] if re.fullmatch(r"v\d", parts[0]) else parts
     if parts == ["teams"] and caller is not None and request.method == "GET":  # each principal is a team of its own
         return JSONResponse([{"teamID": str(caller.principal), "name": caller.name, "apiKey": "", "isDefault": True}])
+    if parts == ["default-templates"] and caller is not None and request.method == "GET":
+        return JSONResponse(await serving.do(_defaults, serving.layer, caller.principal))
     if parts[0] != "templates":
         raise NotFound(f"there is nothing at /{'/'.join(parts):.120}")
     if parts[:2] == ["templates", "uploads"] and request.method == "PUT" and len(parts) == 4:
@@ -148,6 +152,23 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "updatedAt": templates.moment(notes["updated"]), "createdBy": None, "lastSpawnedAt": None, "spawnCount": 0,
         "buildCount": len(builds), "envdVersion": ENVD, "buildStatus": status,
     }  # fmt: skip
+
+
+def _defaults(layer: Any, principal: int) -> list[dict[str, Any]]:
+    """The blueprints that E2B's clients count on, of those a principal may open boxes of."""
+    with layer.engine.reading() as session:
+        policy = layer.catalog.policy(session, principal, clock(layer.engine, session)[1])
+    found = []
+    for row in layer.query("select id, name, limits, description from blueprint order by name"):
+        if row["name"] not in BASES or not policy.outright("call", f"box:{row['name']}")[0]:
+            continue
+        times = layer.query("select at from blueprint__history where id = :id order by tx", {"id": row["id"]})
+        found.append({
+            "templateID": row["name"], "names": [row["name"]], "aliases": [row["name"]], "description": row["description"] or "", "public": True,
+            "isDefault": True, **_size(row["limits"] or {}), "createdAt": times[0]["at"].isoformat(), "updatedAt": times[-1]["at"].isoformat(),
+            "createdBy": None, "lastSpawnedAt": None, "spawnCount": 0, "buildCount": 0, "buildID": "", "buildStatus": "ready", "envdVersion": ENVD,
+        })  # fmt: skip
+    return found
 
 
 def _size(limits: dict[str, Any]) -> dict[str, int]:

@@ -25,7 +25,7 @@ PORT_HOST = re.compile(r"(\d{1,5})-([a-z0-9-]{1,64})")
 PORT = re.compile(r"[0-9]{1,5}")
 ENVD, INTERPRETER = 49983, 49999
 # What E2B's clients ask of the control plane when they are not told another name for it than ours.
-CONTROL = frozenset({"sandboxes", "snapshots", "templates", "volumes", "volumecontent", "secrets", "teams"})
+CONTROL = frozenset("sandboxes snapshots templates default-templates volumes volumecontent secrets teams".split())
 VERSION = re.compile(r"v\d")
 PAGES = {
     "": home.page,

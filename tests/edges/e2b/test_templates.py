@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2b.api.client.api.templates import get_default_templates
+from e2b.api.client_sync import get_api_client
+from e2b.connection_config import ConnectionConfig
 from edges.serving import Server
 from sandbox.test_images import Registry, needs_skopeo, registry, tar  # noqa: F401
 from sandbox.test_images import serve as publish
@@ -87,6 +90,27 @@ def test_a_template_is_built_and_opened(server: Server, tmp_path: Path) -> None:
         assert not Template.exists(name)
     with pytest.raises(e2b.SandboxException):
         e2b.Sandbox.create("my-tpl")
+
+
+def test_defaults_are_listed_for_those_who_may_open_them(server: Server) -> None:
+    def listed(principal: str) -> dict[str, Any]:
+        client = get_api_client(ConnectionConfig(api_key=server.key(principal), api_url=server.url))
+        answer = get_default_templates.sync_detailed(client=client)
+        assert answer.status_code == 200 and isinstance(answer.parsed, list)
+        return {one.template_id: one for one in answer.parsed}
+
+    found = listed("owner")
+    assert list(found) == ["base", "code-interpreter-v1"]
+    base = found["base"]
+    assert (
+        base.is_default
+        and base.memory_mb == 512
+        and base.build_status == "ready"
+        and base.created_at <= base.updated_at
+    )
+    assert listed("zoe") == {}
+    server.layer.grant("zoe", "call", "box:base")
+    assert list(listed("zoe")) == ["base"]
 
 
 def test_a_step_that_fails_is_named(server: Server) -> None:
