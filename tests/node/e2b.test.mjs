@@ -193,6 +193,57 @@ test("volumes", async () => {
   }
 });
 
+test("the contents of volumes, without a box", async () => {
+  const made = await Volume.create("js-contents");
+  try {
+    const volume = await Volume.connect(made.volumeId);
+    assert.deepEqual([(await Volume.getInfo(made.volumeId)).name, volume.name], ["js-contents", "js-contents"]);
+    const written = await volume.writeFile("/a.txt", "text", { mode: 0o600, uid: 1000, gid: 1000 });
+    assert.deepEqual([written.name, written.type, written.size, written.mode & 0o777, written.uid], ["a.txt", "file", 4, 0o600, 1000]);
+    const streamed = new ReadableStream({ start: (stream) => (stream.enqueue(new Uint8Array([0, 255])), stream.close()) });
+    await volume.makeDir("/d/below", { force: true });
+    await volume.writeFile("/d/below/b.bin", streamed);
+    await volume.writeFile("/d/c.bin", new Blob(["blob"]));
+    await volume.writeFile("/a.txt", "changed");
+    assert.equal(await volume.readFile("/a.txt"), "changed");
+    assert.deepEqual(await volume.readFile("/d/below/b.bin", { format: "bytes" }), new Uint8Array([0, 255]));
+    assert.equal(await (await volume.readFile("/d/c.bin", { format: "blob" })).text(), "blob");
+    assert.equal(await new Response(await volume.readFile("/d/c.bin", { format: "stream" })).text(), "blob");
+    assert.deepEqual((await volume.list("/", { depth: 3 })).map((one) => one.path).sort(), ["/a.txt", "/d", "/d/below", "/d/below/b.bin", "/d/c.bin"]);
+    assert.equal((await volume.updateMetadata("/a.txt", { mode: 0o644 })).mode & 0o777, 0o644);
+    assert.deepEqual([await volume.exists("/a.txt"), await volume.exists("/none")], [true, false]);
+    await assert.rejects(volume.readFile("/none"));
+    await assert.rejects(volume.getInfo("/../../etc/passwd"));
+    const other = await Sandbox.create({ ...MINUTE, volumeMounts: { "/mnt/data": volume } });
+    assert.equal((await other.commands.run("cat /mnt/data/a.txt; stat -c %U /mnt/data/a.txt")).stdout, "changeduser\n");
+    await other.kill();
+    await volume.remove("/d");
+    assert.equal(await volume.exists("/d/c.bin"), false);
+  } finally {
+    assert.equal(await Volume.destroy(made.volumeId), true);
+  }
+  await assert.rejects(Volume.connect(made.volumeId));
+});
+
+test("a gateway for MCP is a template like any", async () => {
+  const prepared = await Sandbox.create(MINUTE);
+  const script = (text) => prepared.files.write("/etc/profile.d/mcp-gateway.sh", `mcp-gateway() { ${text}; }\n`, { user: "root" });
+  await script('echo "$1 $2 $GATEWAY_ACCESS_TOKEN" > /run/asked');
+  await prepared.createSnapshot({ name: "mcp-gateway" });
+  const other = await Sandbox.create({ ...MINUTE, mcp: { exa: { apiKey: "k" } } });
+  const asked = (await other.commands.run("cat /run/asked", { user: "root" })).stdout;
+  assert.equal(asked, `--config {"exa":{"apiKey":"k"}} ${await other.getMcpToken()}\n`);
+  assert.match(other.getMcpUrl(), /50005/);
+  await other.kill();
+  await Sandbox.deleteSnapshot("mcp-gateway");
+  await script("return 3");
+  await prepared.createSnapshot({ name: "mcp-gateway" });
+  await assert.rejects(Sandbox.create({ ...MINUTE, mcp: { exa: { apiKey: "k" } }, metadata: { failed: "yes" } }));
+  assert.deepEqual(await Sandbox.list({ query: { metadata: { failed: "yes" } } }).nextItems(), []);
+  await Sandbox.deleteSnapshot("mcp-gateway");
+  await prepared.kill();
+});
+
 test("secrets", async () => {
   const made = await Secret.create("JS_SECRET", "value");
   assert.equal(await Secret.exists("JS_SECRET"), true);
@@ -210,9 +261,18 @@ test("templates are built of steps, found, tagged", async () => {
   assert.ok(lines.length > 0);
   assert.equal(await Template.exists("js-template"), true);
   assert.equal(await Template.exists("js-none"), false);
-  await Template.assignTags("js-template", ["v1"]);
-  assert.ok((await Template.getTags(built.templateId)).some((one) => one.tag === "v1"));
-  await Template.removeTags("js-template", ["v1"]);
+  const tagged = await Template.assignTags("js-template", ["v1", "stable"]);
+  assert.deepEqual([tagged.buildId, tagged.tags.toSorted()], [built.buildId, ["stable", "v1"]]);
+  const tags = async () => (await Template.getTags(built.templateId)).map((one) => one.tag).sort();
+  assert.deepEqual(await tags(), ["default", "stable", "v1"]);
+  assert.ok((await Template.getTags("js-template")).every((one) => one.buildId === built.buildId && one.createdAt instanceof Date));
+  const stable = await Sandbox.create("js-template:stable", MINUTE);
+  assert.equal((await stable.commands.run("cat /app/run.txt")).stdout, "run\n");
+  await stable.kill();
+  await Template.removeTags("js-template", ["v1", "stable"]);
+  assert.deepEqual(await tags(), ["default"]);
+  await assert.rejects(Sandbox.create("js-template:v1", MINUTE));
+  await assert.rejects(Template.assignTags("js-none", "v1"));
   const other = await Sandbox.create("js-template", MINUTE);
   assert.equal((await other.commands.run("pwd; cat ctx.txt /app/run.txt; echo $BUILT")).stdout, "/app\nfrom the contextrun\nyes\n");
   await other.kill();
