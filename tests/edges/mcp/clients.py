@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import httpx
 from edges.serving import Server
 from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 
@@ -41,11 +43,17 @@ async def over_http(
 
 @asynccontextmanager
 async def over_stdio(server: Server, *flags: str, mode: str = NEW, **more: Any) -> AsyncIterator[Client]:
-    """A client that starts `layer mcp` itself."""
+    """A client that starts `layer mcp` itself, which complains of nothing; what it says is in the report of a test that fails."""
     words = ["-m", "livinglayer.edges.cli.main", "mcp", "--dir", server.directory, *flags]
     program = StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ) | server.environment)
-    async with Client(program, mode=mode, cache=None, **more) as client:
-        yield client
+    with tempfile.TemporaryFile("w+") as said:
+        try:
+            async with Client(stdio_client(program, said), mode=mode, cache=None, **more) as client:
+                yield client
+        finally:
+            said.seek(0)
+            print(complaint := said.read(), file=sys.stderr)
+        assert "Traceback" not in complaint
 
 
 async def use(client: Client, tool: str, **arguments: Any) -> Any:
