@@ -40,7 +40,11 @@ class Cgroups:
     def take(self, memory: int, pids: int, cpu: float) -> "Cgroup":
         """A cgroup with these limits."""
         group = self._spare.pop() if self._spare else self._make()
-        group.limit(memory, pids, cpu)
+        try:
+            group.limit(memory, pids, cpu)
+        except BaseException:
+            group.remove()
+            raise
         return group
 
     def put_back(self, group: "Cgroup") -> bool:
@@ -149,8 +153,9 @@ class Cgroup:
             self._write("pids", "pids.max", str(pids))
             self._write("cpu", "cpu.max", f"{quota} {PERIOD}")
         elif self.version == "v1":
-            shrinking = int(self._written.get("memory.limit_in_bytes", 1 << 62)) > memory
+            # The first may never be above the second (EINVAL); one that was here before us, or was adopted, has limits that we did not write.
             names = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
+            shrinking = _int(self._written.get(names[0]) or self._read("memory", names[0])) > memory
             for name in names if shrinking else names[::-1]:
                 self._write("memory", name, str(memory))
             # v1 counts what waits in sockets apart, and not at all unless it is limited: half a gigabyte through loopback otherwise
@@ -168,6 +173,8 @@ class Cgroup:
             return
         try:
             os.write(fd, text.encode())
+        except OSError as error:
+            raise OSError(error.errno, f"can't write {text!r}: {error.strerror}", directory + name) from None
         finally:
             os.close(fd)
         self._written[name] = text

@@ -242,7 +242,10 @@ class Connection(asyncio.Protocol):
             import traceback
 
             traceback.print_exc()
-            self.error(Unavailable(f"the host could not do that: {error}"))
+            *_, place = traceback.extract_tb(error.__traceback__)  # an errno alone says nothing
+            self.error(
+                Unavailable(f"the host could not do that: {error} (in {Path(place.filename).stem}.{place.name})")
+            )
         except Exception as error:  # a defect of ours: its caller must not wait for ever
             import traceback
 
