@@ -19,6 +19,7 @@ GROUPS: dict[str, str] = {}
 def mcp(layer: Layer, args: Namespace, out: Printer) -> None:
     """Speak MCP on standard input and output, as you (or --as somebody), until the client hangs up."""
     import asyncio
+    import signal
 
     from livinglayer.edges.http.auth import Gate
     from livinglayer.edges.http.metrics import Metrics
@@ -30,6 +31,7 @@ def mcp(layer: Layer, args: Namespace, out: Printer) -> None:
     caller = Caller(number, layer.name_of(number), layer.acting_as(number))
     # What it looks up for itself (that something changed, whose an execution is) it looks up as the layer.
     serving = Serving(layer.acting_as(OWNER), "", "", frozenset(), Gate(), Metrics())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it as SIGTERM does: what reads the input can't be woken
     try:
         asyncio.run(speak(serving, caller))
     finally:

@@ -437,5 +437,7 @@ async def speak(serving: Serving, caller: Caller) -> None:
     try:
         async with stdio_server() as (reading, writing):
             await speaking.server.run(reading, writing, speaking.server.create_initialization_options())
+    except* BrokenPipeError:
+        log.info("the client has gone before it had all answers")
     finally:
         await speaking.close()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -188,6 +189,27 @@ def test_a_client_starts_it_itself(server: Server, mode: str) -> None:
             assert "query" in await names(client)
 
     run(act())
+
+
+@pytest.mark.parametrize("end", ["input", "both, while it answers", "SIGINT", "SIGTERM"])
+def test_it_ends_with_its_client_and_complains_of_nothing(server: Server, end: str) -> None:
+    words = [sys.executable, "-m", "livinglayer.edges.cli.main", "mcp", "--dir", server.directory]
+    pipe, line = subprocess.PIPE, json.dumps(asked("tools/list")[0]).encode() + b"\n"
+    with subprocess.Popen(words, env=os.environ | server.environment, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write(line)
+        process.stdin.flush()
+        assert b'"query"' in process.stdout.readline()
+        if end.startswith("SIG"):
+            process.send_signal(getattr(signal, end))
+        else:
+            if end != "input":
+                process.stdin.write(line * 50)
+                process.stdin.flush()
+                process.stdout.close()
+            process.stdin.close()
+        assert process.wait(30) == {"SIGINT": -2, "SIGTERM": -15}.get(end, 0)
+        assert process.stderr.read() == b""
 
 
 def test_the_programs_of_the_page_work(server: Server) -> None:
