@@ -104,13 +104,27 @@ def _check_slice(schema: Schema, slice: Mapping[str, str | None]) -> None:
 
 
 def discard(ledger: Ledger, execution: Execution, name: str, reason: str | None) -> None:
-    """Close a branch and free its name; its history stays readable under its name and number."""
+    """Close a branch and free its name; its history stays readable under its name and number. Whoever forked it may."""
     with ledger.work() as work:
         branch = work.catalog.branch(work.session, name, open_only=True)
         if branch.id == MAIN:
             raise Invalid("main can't be discarded")
-        work.catalog.policy(work.session, execution.principal, work.version).require("fork", f"branch:{name}")
+        policy = work.catalog.policy(work.session, execution.principal, work.version)
+        allowed, grants = policy.decide("fork", f"branch:{name}")
+        if not allowed and (grants or not _made(work, branch, execution.principal)):  # grants of a refusal deny it
+            raise policy.refusal("fork", f"branch:{name}", grants)
         _discarded(work, execution, branch, reason)
+
+
+def _made(work: Work, branch: Branch, principal: int) -> bool:
+    """Whether a principal has forked a branch."""
+    at, entity = work.engine.schema_prefix, SYSTEM.by_name["branch"].id
+    row = work.session.one(
+        f"select min(tx) from {at}ledger_change where branch = {MAIN} and entity = {entity} and entity < 2000 and tx > ? and id = ?",
+        (branch.fork_tx, branch.id),
+    )
+    found = work.session.one(f"select principal from {at}ledger_tx where tx = ?", (row[0],)) if row else None
+    return found is not None and found[0] == principal
 
 
 def withdraw(ledger: Ledger, execution: Execution, name: str) -> None:

@@ -373,6 +373,25 @@ def test_a_discarded_branch_is_closed_its_name_free_and_its_past_readable(shared
 # Constraints and schema at a merge
 
 
+def test_whoever_forked_a_branch_may_discard_it_and_nobody_else(shared: Layer) -> None:
+    shared.principal("other_forker")
+    for who in ("forker", "other_forker"):
+        shared.grant(who, "fork", "branch:main")
+    shared.fork("own_fork", principal="forker")
+    shared.fork("owners_fork", as_of=last(shared) - 2)
+    for name, who in (("own_fork", "other_forker"), ("owners_fork", "forker")):
+        with pytest.raises(Denied, match=f"may not fork branch:{name}: no permission allows it"):
+            shared.discard(name, principal=who)
+    denied = shared.grant("forker", "fork", "branch:own_fork", effect="deny")
+    with pytest.raises(Denied, match=f"permission {denied} denies it"):
+        shared.discard("own_fork", principal="forker")
+    shared.revoke(denied)
+    shared.discard("own_fork", principal="forker")
+    shared.fork("own_fork")  # the name is the owner's by now
+    with pytest.raises(Denied, match="no permission allows it"):
+        shared.discard("own_fork", principal="forker")
+
+
 def test_unique_values_that_meet_only_at_the_merge_are_refused_there(shared: Layer) -> None:
     shared.define("met", {"sku": {"type": "text", "unique": True}})
     shared.fork("meeting")

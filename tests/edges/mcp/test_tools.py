@@ -79,6 +79,8 @@ def test_a_proposal_that_fails_leaves_no_branch(desk: Server) -> None:
         before = desk.layer.query(open_ones)  # of tests before this one
         async with over_http(desk, who) as client:
             assert "may not insert" in (await refused(client, "propose_change", changes=again))["message"]
+            await use(client, "fork", name="forkers_own")
+            assert (await use(client, "discard", branch="forkers_own", confirm=True)) == {"done": True}
         assert desk.layer.query(open_ones) == before
 
     run(act())
