@@ -18,6 +18,7 @@ from .views import Level
 
 PRINCIPAL, MEMBERSHIP, PERMISSION = (SYSTEM.by_name[n] for n in ("principal", "membership", "permission"))
 NAMES = re.compile(r"[^\s\x00-\x1f/:]{1,200}")
+KEY = re.compile(r"layer:[\w-]{42}[AEIMQUYcgkosw048]", re.ASCII)  # 32 bytes as projection/identity.py writes them
 PREFIXES = ("branch:", "function:", "box:", "verb:", "projection:", "contract:", "secret:", "principal:")
 
 
@@ -42,9 +43,19 @@ def principal(
         number = _create(tx, name, **{"kind": "human", **values})
     elif values:
         tx.record(PRINCIPAL, tx._encoded(PRINCIPAL, values, partial=True), number)
+    if "kind" in values or "attributes" in values:
+        _named(tx, number)
     if roles is not None:
         _hold(tx, number, roles)
     return number
+
+
+def _named(tx: Tx, number: int) -> None:
+    """Invalid when another layer is to be known by what is no key: it could never prove that it is it."""
+    (row,) = tx.work.catalog.rows(tx.session, PRINCIPAL, tx.chain, "where x.id = ?", (number,))
+    key = (row["attributes"] or {}).get("key")
+    if row["kind"] == "layer" and key is not None and not (isinstance(key, str) and KEY.fullmatch(key)):
+        raise Invalid(f"{key!r:.80} is no key of a layer", hint="`layer identity` prints it there: key=layer:…")
 
 
 def find(tx: Tx, name: Any) -> int | None:
@@ -113,6 +124,8 @@ def _resource(schema: Schema, resource: str, fields: Sequence[str] | None) -> tu
     if resource == "*" or resource.startswith(PREFIXES):
         if fields is not None:
             raise Invalid(f"{resource!r} has no fields")
+        if resource != "*" and ("*" in resource or resource.endswith(":")):
+            raise Invalid(f"{resource!r} names nothing", hint="a whole name, as in branch:main; * alone is everything")
         return resource, None
     name, _, label = resource.partition(".")
     if label:

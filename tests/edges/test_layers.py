@@ -121,6 +121,25 @@ def test_a_grant_there_and_a_row_here_are_all_it_takes(two: tuple[Server, Server
         b.layer.projection("pinned")
 
 
+def test_a_layer_is_known_by_a_key_and_nothing_else(two: tuple[Server, Server]) -> None:
+    """What `layer principal --kind layer` takes is just what can prove something."""
+    a, b = two
+    true = identity.name(b.layer.id)
+    spelt = true[:-1] + chr(ord(true[-1]) + 1)  # the same bytes, were they read carelessly
+    for key in ("foo", "", true.removeprefix("layer:"), true + "=", true + "\n", true[:-1], true + "A", spelt, f"layer:{'ü' * 43}", 5, [true]):  # fmt: skip
+        with pytest.raises(Invalid):
+            identity.public(key)
+        with pytest.raises(Invalid, match="is no key of a layer"):
+            a.layer.principal("b_known", "layer", {"key": key})
+    assert a.layer.query("select 1 as n from principal where name = 'b_known'") == []
+    a.layer.principal("b_known", "service", {"key": "foo"})  # of others it says nothing
+    with pytest.raises(Invalid, match="'foo' is no key of a layer"):
+        a.layer.principal("b_known", "layer")
+    with pytest.raises(Invalid, match="is no key of a layer"):
+        a.layer.call("principal.define", name="b_known", kind="layer", attributes={"key": "foo"})
+    a.layer.principal("b_known", "layer", {"key": identity._name(Ed25519PrivateKey.generate().public_key())})
+
+
 def test_by_the_command_line(two: tuple[Server, Server]) -> None:
     a, b = two
 

@@ -454,7 +454,7 @@ def test_a_grant_that_makes_no_sense_is_invalid(shared: Layer) -> None:
     for action, resource, more in (
         ("peek", "sense", {}), ("read", "no_entity", {}), ("read", "sense.nothing", {}), ("read", "sense", {"fields": ["nothing"]}), ("read", "", {}),
         ("read", "sense", {"effect": "maybe"}), ("read", "branch:main", {"where": "true"}), ("read", "*", {"fields": ["name"]}), ("read", "sense", {"where": "x = 1"}),
-        ("read", 5, {}),
+        ("read", 5, {}), ("fork", "branch:x_*", {}), ("call", "function:*", {}), ("merge", "branch:", {}),
     ):  # fmt: skip
         with pytest.raises(Invalid):
             shared.grant("nonsense", action, resource, **more)
