@@ -171,7 +171,7 @@ install_node_modules() {
     if (cd tests/node && npm ci --ignore-scripts --prefer-offline --no-audit --no-fund --loglevel=error </dev/null >&2); then
         echo "$want" >tests/node/node_modules/.made-from
     else
-        say "npm could not; tests in JavaScript are skipped"
+        say "npm could not; tests in JavaScript are skipped, and fail where CI is set"
     fi
 }
 case " $* " in *" test "*) install_node_modules ;; esac

