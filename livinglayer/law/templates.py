@@ -30,6 +30,7 @@ from ..substrate.schema import SYSTEM
 from ..substrate.values import json_text
 from . import held, runners
 from .blueprints import row_of, shape
+from .turns import Turns
 from .verbs import Call, Items, Object, verb
 
 BLUEPRINT = SYSTEM.by_name["blueprint"]
@@ -42,6 +43,8 @@ BUILDS = 30  # of one template that are remembered
 STEPS = 500  # of one build
 LINES = 20_000  # of a build's log
 CPUS, MEMORY = 8, 8 << 30  # of a template whose maker is no owner, unless the blueprint it is made of has more
+TURNS = Turns(first=32, most=8, each=4)  # builds of one process at once
+QUEUED = "queue"  # the step of a build that waits for its turn
 READY = 120.0  # seconds for a start command to be ready
 OURS = {"e2bdev/base": BASE, "e2bdev/code-interpreter": "code-interpreter-v1"}
 LOCAL = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
@@ -365,9 +368,9 @@ def _user_name(name: str) -> str:
     return name
 
 
-def uploads(principal: int) -> Path:
+def uploads(layer: Any, principal: int) -> Path:
     """Where the files that a principal has sent for its builds lie. What they hold is its own word: nobody else's build takes them."""
-    return state_directory() / "uploads" / str(principal)
+    return state_directory() / "uploads" / str(layer.id) / str(principal)
 
 
 @verb("template.build", brief=False, hidden=("login",))
@@ -385,12 +388,24 @@ def build(
         raise Invalid("a build begins with an image or with another template, one of them")
     origin = _opened(layer, principal, parent) if parent else None
     about = ((origin or {}).get("annotations") or {}).get("template") or {}
-    plan = Plan.of(steps or [], uploads(principal), about.get("user") or "user", about.get("cwd") or "/home/user")
+    plan = Plan.of(
+        steps or [], uploads(layer, principal), about.get("user") or "user", about.get("cwd") or "/home/user"
+    )
     layer.ledger.intend(call.execution)
     _begin(layer, call, row["name"], build)
-    making = Making(layer, call, row, build, plan, Log(layer, call.execution))
+    log = Log(layer, call.execution)
+    with TURNS.turn((layer.id, principal), lambda others: _wait(log, others)):
+        return _made(Making(layer, call, row, build, plan, log), image, origin, start, ready, force, login)
+
+
+def _wait(log: Log, others: int) -> None:
+    log.add(f"{others} builds are under way: this one waits for its turn", "info", QUEUED)
+    log.flush()
+
+
+def _made(making: Making, image: str | None, origin: Mapping[str, Any] | None, *more: Any) -> Any:
     try:
-        return making.act(image, origin, start, ready, force, login)
+        return making.act(image, origin, *more)
     except LayerError as error:
         failed = Failed(error, making.step, making.doing)
         making.log.add(failed.message, "error", making.step)
@@ -735,7 +750,7 @@ def status(layer: Any, row: Mapping[str, Any], build: str, offset: int = 0, limi
     if outcome is not None or runner is None or _gone(layer, runner[0]):
         told = "the server was stopped during the build: start another"
         return {"status": "error", "log": log, "reason": {"message": told, "step": _last(layer, number)}}
-    return {"status": "building", "log": log, "reason": None}
+    return {"status": "waiting" if _last(layer, number) == QUEUED else "building", "log": log, "reason": None}
 
 
 def _gone(layer: Any, runner: str | None) -> bool:

@@ -33,7 +33,9 @@ ALL = 16 << 30  # bytes that one principal's files may take together
 VALID = 3600  # seconds that a link for an upload is good
 KEPT = 7 * 86400  # seconds that files are kept for another build
 PATIENCE = 60.0  # seconds without a byte of an upload
-AT_ONCE, EACH = 8, 4  # builds of one server at once, and of one principal
+BUILDS = 16  # of one principal, those that wait for their turn too
+PART = 16 << 20  # bytes of an upload before it is asked again whether there is room
+UPLOADS = 32  # of one principal at once
 
 resolve = templates.resolve
 log = logging.getLogger("livinglayer")
@@ -205,7 +207,7 @@ async def _files(asked: Asked, id: str, hashed: str) -> Response:
     await asked.mine(id)
     if not templates.HASH.fullmatch(hashed):
         raise Invalid(f"{hashed!r:.120} is not a hash")
-    if (templates.uploads(asked.caller.principal) / hashed).is_file():
+    if (templates.uploads(asked.serving.layer, asked.caller.principal) / hashed).is_file():
         return JSONResponse({"present": True}, 201)
     until = int(time.time()) + VALID
     proof = _proof(asked.serving, asked.caller.principal, hashed, until)
@@ -231,11 +233,17 @@ async def _upload(serving: Serving, request: Request, principal: str, hashed: st
     wanted = _proof(serving, int(principal), hashed, int(until))
     if not hmac.compare_digest(wanted.encode(), proof.encode()) or int(until) < time.time():
         raise Unauthenticated("the link is not good any more, or never was")
-    directory = templates.uploads(int(principal))
-    await serving.do(_tidy, directory)
+    directory = templates.uploads(serving.layer, int(principal))
+    if await serving.do(_tidy, directory) >= UPLOADS:
+        raise LimitExceeded(f"{UPLOADS} uploads of yours are under way", hint="try again when one is done", retry_after=10)  # fmt: skip
     new = directory / f".{secrets.token_hex(8)}.new"
     file = open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-    size, digest = 0, hashlib.sha256()
+    size, seen, digest = 0, 0, hashlib.sha256()
+
+    def put(part: bytes) -> None:
+        file.write(part)
+        file.flush()  # so that others see how much there is of it, and that it grows
+
     try:
         parts = request.stream()
         while True:
@@ -247,8 +255,12 @@ async def _upload(serving: Serving, request: Request, principal: str, hashed: st
             if size > ARCHIVE:
                 raise too_large(ARCHIVE)
             digest.update(part)
-            await serving.do(file.write, part)
+            await serving.do(put, part)
+            if size - seen >= PART:
+                seen = size
+                await serving.do(_tidy, directory)
         await serving.do(file.close)
+        await serving.do(_tidy, directory)  # all that are coming in count, each until it has its name
         os.rename(new, directory / hashed)
     except TimeoutError:
         raise Invalid(f"nothing came for {PATIENCE:g} seconds", status=408) from None
@@ -260,21 +272,22 @@ async def _upload(serving: Serving, request: Request, principal: str, hashed: st
     return Response(status_code=200, headers={"etag": f'"{digest.hexdigest()}"'})
 
 
-def _tidy(directory: Path) -> None:
-    """Make the directory, and forget what nobody has used for a week."""
+def _tidy(directory: Path) -> int:
+    """Make the directory, forget what nobody has used for a week and what did not come to its end, see that there is room, and count what comes in."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    total = 0
+    total = coming = 0
     for path in directory.iterdir():
         try:
-            found = path.stat()
-            if time.time() - max(found.st_mtime, found.st_atime) > KEPT:
+            found, part = path.stat(), path.name.startswith(".")
+            if time.time() - max(found.st_mtime, 0 if part else found.st_atime) > (3 * PATIENCE if part else KEPT):
                 path.unlink()
             else:
-                total += found.st_size
+                total, coming = total + found.st_size, coming + part
         except FileNotFoundError:
             continue
     if total > ALL:
         raise LimitExceeded(f"files for builds take more than {ALL} bytes", hint="they are forgotten after a week")
+    return coming
 
 
 # Built
@@ -297,8 +310,8 @@ async def _build(asked: Asked, id: str, build: str) -> Response:
     running: dict[threading.Thread, int] = asked.serving.more.setdefault("builds", {})
     for thread in [thread for thread in running if not thread.is_alive()]:
         del running[thread]
-    if len(running) >= AT_ONCE or list(running.values()).count(asked.caller.principal) >= EACH:
-        raise LimitExceeded(f"{len(running)} builds are under way", hint="try again when one is done", retry_after=10)
+    if list(running.values()).count(asked.caller.principal) >= BUILDS:
+        raise LimitExceeded(f"{BUILDS} builds of yours are under way", hint="try again when one is done", retry_after=10)  # fmt: skip
     arguments = {
         "template": row["name"], "build": build, "steps": given.get("steps") or [], "image": given.get("fromImage") or None,
         "parent": given.get("fromTemplate") or None, "start": given.get("startCmd") or None, "ready": given.get("readyCmd") or None,

@@ -5,18 +5,22 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from e2b.api.client.api.templates import get_default_templates
 from e2b.api.client_sync import get_api_client
 from e2b.connection_config import ConnectionConfig
 from edges.serving import Server
+from sandbox.hosts import wait_until
 from sandbox.test_images import Registry, needs_skopeo, registry, tar  # noqa: F401
 from sandbox.test_images import serve as publish
 
@@ -297,6 +301,66 @@ def test_files_are_taken_by_a_link_of_their_own_and_harm_nobody(server: Server) 
         time.sleep(0.1)
     assert not Path("/tmp/e2b-escaped").exists()
     assert not Path("/etc/planted").exists()
+
+
+def test_uploads_count_while_they_come_in(server: Server) -> None:
+    made = ask(server, "POST", "/v3/templates", {"name": "large"})[1]
+    links = [ask(server, "GET", f"/templates/{made['templateID']}/files/{n:064x}")[1]["url"] for n in range(6)]
+    here = Path(server.environment["LAYER_STATE"], "uploads", server.layer.id, links[0].split("/uploads/")[1].split("/")[0])  # fmt: skip
+    here.mkdir(parents=True, exist_ok=True)
+    mib, all_ = 1 << 20, 16 << 30
+    with open(here / ("ee" * 32), "wb") as file:
+        file.truncate(
+            all_ - 70 * mib - sum(path.stat().st_size for path in here.iterdir())
+        )  # holes: room is left for two
+    gate = threading.Barrier(len(links))
+
+    def parts() -> Iterator[bytes]:
+        for n in range(32):
+            if n == 1:
+                gate.wait(30)  # all of them were let in
+            yield bytes(mib)
+
+    def put(url: str) -> int:
+        try:
+            return httpx.put(url, content=parts(), timeout=60).status_code
+        except httpx.TransportError:  # refused, and it did not listen
+            return 429
+
+    with ThreadPoolExecutor(len(links)) as pool:
+        answers = list(pool.map(put, links))
+    total = sum(path.stat().st_size for path in here.iterdir())
+    assert set(answers) <= {200, 429} and answers.count(200) <= 2 and total <= all_
+    (here / ("ee" * 32)).unlink()
+
+
+def test_builds_that_hang_keep_nobody_else_from_building(server: Server) -> None:
+    for who in ("hans", "bob"):
+        server.principal(who)
+        for resource in ("verb:template.build", "box:base"):
+            server.layer.grant(who, "call", resource)
+
+    def begin(who: str, name: str, command: str) -> str:
+        status, made = ask(server, "POST", "/v3/templates", {"name": name}, server.key(who))
+        assert status == 202, made
+        path = f"/templates/{made['templateID']}/builds/{made['buildID']}"
+        said = {"fromImage": "e2bdev/base", "steps": [{"type": "RUN", "args": [command]}], "force": True}
+        assert ask(server, "POST", f"/v2{path}", said, server.key(who))[0] == 202
+        return f"{path}/status"
+
+    def status(path: str, who: str) -> dict[str, Any]:
+        return dict(ask(server, "GET", path, None, server.key(who))[1])
+
+    hanging = [begin("hans", f"hang{n}", "sleep 300") for n in range(6)]
+    told = [status(path, "hans") for path in hanging]
+    assert [one["status"] for one in told] == ["building"] * 4 + ["waiting"] * 2
+    assert "waits for its turn" in told[-1]["logEntries"][0]["message"]
+    quick = begin("bob", "quick", "true")
+    wait_until(lambda: status(quick, "bob")["status"] not in ("waiting", "building"), "it is built", 60)
+    assert status(quick, "bob")["status"] == "ready"
+    assert status(hanging[-1], "hans")["status"] == "waiting"
+    server.restart()
+    assert status(hanging[-1], "hans")["status"] == "error"
 
 
 def test_odd_requests_are_refused(server: Server) -> None:
