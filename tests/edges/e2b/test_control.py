@@ -369,6 +369,46 @@ def test_an_mcp_gateway_is_a_template_like_any(server: Server) -> None:
         each.kill()
 
 
+def test_older_clients_and_those_that_go_by_a_domain_find_the_same(server: Server) -> None:
+    made = ask(server, "POST", "/sandboxes", json={"templateID": "base", "timeout": 60}).json()  # before 2.63
+    id = made["sandboxID"]
+    domain = {"host": f"api.{server.told['domain']}"}  # as E2B_DOMAIN makes them ask
+    listed = ask(server, "GET", "/v2/sandboxes", headers=domain)
+    assert listed.status_code == 200 and id in {box["sandboxID"] for box in listed.json()}
+    assert ask(server, "GET", "/healthz", headers=domain).json()["code"] == 404  # nothing but the control plane
+    assert ask(server, "POST", f"/sandboxes/{id}/connect", json={"timeout": 60}).status_code == 200
+    envd = {"host": f"49983-{id}.{server.told['domain']}"}
+    assert httpx.get(f"{server.url}/health", headers=envd).status_code == 204
+    assert ask(server, "DELETE", f"/sandboxes/{id}").status_code == 204
+    gone = httpx.get(f"{server.url}/health", headers=envd)
+    assert gone.status_code == 502 and gone.json()["code"] == 502 and "was not found" in gone.json()["message"]
+    assert gone.headers["should-retry"] == "false"
+
+
+def test_without_memory_files_stay_and_processes_end(server: Server) -> None:
+    box = Sandbox.create(timeout=60)
+    box.files.write("kept", "kept")
+    here = f"/sandboxes/{box.sandbox_id}"
+
+    def begin() -> None:
+        box.commands.run("sleep 4711", background=True, timeout=0)
+        assert box.commands.run("pgrep -c sleep").stdout == "1\n"
+
+    def begun_anew() -> bool:
+        return box.commands.run("pgrep -c sleep || true").stdout == "0\n" and box.files.read("kept") == "kept"
+
+    begin()
+    assert ask(server, "POST", f"{here}/pause", json={"memory": False}).status_code == 204
+    assert ask(server, "POST", f"{here}/pause", json={}).status_code == 409
+    assert ask(server, "POST", f"/v2{here}/connect", json={"timeout": 60}).status_code == 201
+    assert begun_anew()
+    begin()
+    assert ask(server, "POST", f"{here}/pause", json={"memory": True, "requireHealthyGuest": True}).status_code == 204
+    assert ask(server, "POST", f"/v2{here}/connect", json={"timeout": 60, "memory": False}).status_code == 201
+    assert begun_anew()
+    box.kill()
+
+
 def test_a_page_begins_nowhere_absurd(server: Server) -> None:
     for place in (b"[1" + b"0" * 400 + b', "a"]', b'[null, "a"]', b"[1]", b"\xff"):
         for path in ("/v2/sandboxes", "/snapshots"):
