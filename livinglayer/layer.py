@@ -593,7 +593,7 @@ class Layer(Writes):
             with self.engine.translating():
                 yield tx
                 if tx.dirty:
-                    tx.finish()
+                    tx.finish(tx.result)
 
     def define(
         self, entity: str, fields: Mapping[str, Any], *, unique: Sequence[Sequence[str]] = (), description: str | None = None, annotations: Any = None,
@@ -601,7 +601,8 @@ class Layer(Writes):
     ) -> int:  # fmt: skip
         """Make an entity with its fields, or add fields to one; returns its id."""
         with self.in_tx(principal, branch, reason or f"define {entity}") as tx:
-            return evolve.define(tx, entity, fields, unique, description, annotations)
+            tx.result = evolve.define(tx, entity, fields, unique, description, annotations)
+            return int(tx.result)
 
     def alter(
         self, entity: str, *, add: Mapping[str, Any] | None = None, rename: Mapping[str, str] | None = None, retype: Mapping[str, Any] | None = None,
@@ -618,7 +619,8 @@ class Layer(Writes):
         """Finish a retype: convert the rows that still hold the old type; says how many, and how many could not be."""
         with self.in_tx(principal, branch, reason or f"backfill {entity}.{field}") as tx:
             done, lost = evolve.backfill(tx, entity, field)
-        return {"converted": done - lost, "lost": lost}
+            tx.result = {"converted": done - lost, "lost": lost}
+        return dict(tx.result)
 
     def drop(
         self, entity: str, *, branch: str = "main", reason: str | None = None, principal: str | None = None
@@ -713,7 +715,8 @@ class Layer(Writes):
     ) -> int:
         """Make a principal, or change what is given of it; returns its id."""
         with self.in_tx(None, on, f"principal {name}") as tx:
-            return authority.principal(tx, name, kind, attributes, roles)
+            tx.result = authority.principal(tx, name, kind, attributes, roles)
+            return int(tx.result)
 
     def token(self, principal: str) -> str:
         """A new token for a principal; the one before it ends. It has no end of its own, so that one which has makes none."""
@@ -733,9 +736,10 @@ class Layer(Writes):
     ) -> int:  # fmt: skip
         """Allow (or deny) an action; returns the permission's id. Only main's permissions decide; `on` writes it elsewhere."""
         with self.in_tx(by, on, reason or f"grant {action} on {resource} to {principal}") as tx:
-            return authority.grant(
+            tx.result = authority.grant(
                 tx, principal, action, resource, where, fields, branch, effect, reason, valid_from, valid_to, delegable
             )
+            return int(tx.result)
 
     def revoke(self, permission: int, *, reason: str | None = None, on: str = "main", by: str | None = None) -> None:
         """Take a permission back, and what was delegated from it."""

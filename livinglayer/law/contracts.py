@@ -184,7 +184,7 @@ def lent(row: Mapping[str, Any], blueprint: Mapping[str, Any] | None) -> tuple[A
 # Verbs
 
 
-@verb("contract.define")
+@verb("contract.define", sealed=True)
 def define(
     call: Call, *, name: str, projections: Items | None = None, functions: Items | None = None, scope: Any = None, reads: Any = None,
     blueprint: str | None = None, minimum_tier: str | None = None, tier: str | None = None, egress: Items | None = None,
@@ -205,7 +205,7 @@ def define(
     return call.layer.upsert("contract", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
-@verb("contract.remove")
+@verb("contract.remove", sealed=True)
 def remove(call: Call, *, name: str) -> Any:
     """Take a contract away; boxes that were made of it end."""
     row = row_of(call.layer, "contract", name, call.branch)

@@ -12,7 +12,7 @@ from .blueprints import row_of
 from .verbs import Call, Object, verb
 
 
-@verb("projection.define")
+@verb("projection.define", sealed=True)
 def define(
     call: Call, *, name: str, statement: str | None = None, parameters: Object | None = None, description: str | None = None,
     freshness: Any = None, remote: Object | None = None,
@@ -33,7 +33,7 @@ def define(
     return call.layer.upsert("projection", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
-@verb("projection.remove")
+@verb("projection.remove", sealed=True)
 def remove(call: Call, *, name: str) -> Any:
     """Take a projection away; its history stays."""
     row = row_of(call.layer, "projection", name, call.branch)

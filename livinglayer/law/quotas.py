@@ -45,7 +45,7 @@ def set_(
     return known
 
 
-@verb("quota.remove")
+@verb("quota.remove", sealed=True)
 def remove(call: Call, *, id: int) -> Any:
     """Take a quota away; what was used stays recorded."""
     return call.layer.delete("quota", id, reason=call.reason)

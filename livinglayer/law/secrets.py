@@ -320,7 +320,8 @@ def set(
     """Keep a value under a name, or give a name another value, in one tx; returns the row's id. Nothing gives it back."""
     check(name, value)
     with layer.in_tx(principal, branch, reason or f"set secret {name}") as tx:
-        return put(tx, layer.id, name, value, description)
+        tx.result = put(tx, layer.id, name, value, description)
+        return int(tx.result)
 
 
 def check(name: Any, value: Any) -> None:

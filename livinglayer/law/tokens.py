@@ -145,7 +145,7 @@ def lasting(seconds: float | None) -> datetime | None:
     return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
-@verb("token.create", told_once=True)
+@verb("token.create", sealed=True, told_once=True)
 def _create(
     call: Call, *, name: str, principal: str | None = None, kind: str = "api", scope: Items | None = None, seconds: float | None = None
 ) -> Any:  # fmt: skip
@@ -156,7 +156,7 @@ def _create(
     return {"token": create(call.layer, whose, name, kind, scope, lasting(seconds), call.reason)}
 
 
-@verb("token.revoke")
+@verb("token.revoke", sealed=True)
 def _revoke(call: Call, *, id: int) -> Any:
     """End a token at once."""
     revoke(call.layer, id, call.reason)

@@ -707,7 +707,7 @@ def _cycle(names: list[str]) -> LayerError:
 # Verbs
 
 
-@verb("trigger.define")
+@verb("trigger.define", sealed=True)
 def _define(
     call: Call, *, name: str, function: str, on_entity: str | None = None, on_actions: Items | None = None, predicate: str | None = None,
     on_fields: Items | None = None, schedule: str | None = None, after_function: str | None = None, after_status: str | None = None,
@@ -724,14 +724,14 @@ def _define(
     return call.layer.upsert("trigger", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
-@verb("trigger.remove")
+@verb("trigger.remove", sealed=True)
 def _remove(call: Call, *, name: str) -> Any:
     """Take a trigger away; what it has queued is still run."""
     row = row_of(call.layer, "trigger", name, call.branch)
     return call.layer.delete("trigger", row["id"], branch=call.branch, reason=call.reason)
 
 
-@verb("trigger.enable")
+@verb("trigger.enable", sealed=True)
 def _enable(call: Call, *, name: str, enabled: bool = True) -> Any:
     """Let a trigger fire, or not any more; from then on it acts as whoever did this."""
     row = row_of(call.layer, "trigger", name, call.branch)

@@ -45,6 +45,7 @@ class Verb:
     hidden: tuple[str, ...]  # arguments that are never recorded
     shapes: Mapping[str, type]  # of arguments that are JSON: what they must be, dict or list
     keyed: bool  # its own tx knows the idempotency key
+    sealed: bool  # it gives what its tx gives, so that the tx keeps the key with it
     told_once: bool  # what it gives is not kept, so that a second request can't have it
 
 
@@ -52,7 +53,13 @@ VERBS: dict[str, Verb] = {}
 
 
 def verb(
-    name: str, *, brief: bool = True, hidden: tuple[str, ...] = (), keyed: bool = False, told_once: bool = False
+    name: str,
+    *,
+    brief: bool = True,
+    hidden: tuple[str, ...] = (),
+    keyed: bool = False,
+    sealed: bool = False,
+    told_once: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Enter a function into the table; its keywords are the arguments, its docstring what people read."""
 
@@ -70,7 +77,7 @@ def verb(
                 field(name, each.name, spec) if kind != "json" else field(name, each.name, {**spec, "default": None})
             )
         said = inspect.getdoc(run) or ""
-        VERBS[name] = Verb(name, run, Signature(arguments), said, brief, hidden, shapes, keyed, told_once)
+        VERBS[name] = Verb(name, run, Signature(arguments), said, brief, hidden, shapes, keyed, sealed, told_once)
         return run
 
     return enter
@@ -183,15 +190,15 @@ def _verb(layer: Any, found: Verb, arguments: Mapping[str, Any], asking: Asking)
     return _do(layer, found, bound, asking)
 
 
-def _do(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> Any:
+def _do(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, digest: str | None = None) -> Any:
     if found.brief:
-        return _act(layer, found, bound, asking)
+        return _act(layer, found, bound, asking, digest)
     with runners.of(layer).running() as asking.runner:  # it may end between its first tx and its last
         return _act(layer, found, bound, asking)
 
 
 def _once(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, key: str) -> Any:
-    """What a verb gave to the request with this key; done if it is the first. The key is kept right after its tx."""
+    """What a verb gave to the request with this key; done if it is the first. The key is kept with its tx, or right after it."""
     request = dumps([found.name, bound, asking.branch])
     # of what is hidden nobody shall find out by guessing
     digest = hashlib.pbkdf2_hmac("sha256", request, key.encode(), 100_000 if found.hidden else 1).hex()
@@ -205,6 +212,8 @@ def _once(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, key
             if found.told_once:
                 raise Conflict(f"{found.name} was done, and what it gave is told once", hint="use a new key")
             return json.loads(row[1])
+        if found.sealed:
+            return _do(layer, found, bound, asking, digest)
         result = _do(layer, found, bound, asking)
         kept = json_text("result", None if found.told_once else json.loads(dumps(result)))
         layer.ledger.note(layer.execution_of(who), [("ledger_key", (who, key, digest, kept))])
@@ -227,9 +236,11 @@ def _alone(request: tuple[str, int, str]) -> Iterator[None]:
         _flying.discard(request)
 
 
-def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> Any:
+def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, digest: str | None = None) -> Any:
     execution = opened(layer, found.name, {k: v for k, v in bound.items() if k not in found.hidden}, asking)
     execution.brief = found.brief
+    if digest is not None and asking.key is not None:
+        execution.once = (asking.key, digest, None)
     try:
         result = found.run(Call(layer, execution, asking), **bound)
     except LayerError as error:
@@ -245,6 +256,8 @@ def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking) -> A
         layer.ledger.let_go(execution)
     elif execution.open:
         kept = dumps(result)  # a Decimal is a text in there
+        if execution.once is not None:  # there was no tx: nothing had to be changed
+            execution.once = (*execution.once[:2], None if found.told_once else json.loads(kept))
         layer.ledger.conclude(execution, "done", {"value": json.loads(kept)} if len(kept) < 65536 else None)
     return result
 
@@ -351,7 +364,7 @@ def _changed(tx: Tx, place: int, change: Any) -> Any:
     return given.get("id", done)
 
 
-@verb("entity.define")
+@verb("entity.define", sealed=True)
 def _define(
     call: Call, *, name: str, fields: Object, unique: Items | None = None, description: str | None = None, annotations: Any = None
 ) -> Any:  # fmt: skip
@@ -361,7 +374,7 @@ def _define(
     )  # fmt: skip
 
 
-@verb("entity.alter")
+@verb("entity.alter", sealed=True)
 def _alter(
     call: Call, *, name: str, add: Object | None = None, rename: Object | None = None, retype: Object | None = None, drop: Items | None = None,
     change: Object | None = None, new_name: str | None = None, description: str | None = None,
@@ -373,13 +386,13 @@ def _alter(
     )  # fmt: skip
 
 
-@verb("entity.backfill")
+@verb("entity.backfill", sealed=True)
 def _backfill(call: Call, *, name: str, field: str) -> Any:
     """Finish a retype: convert the rows that still hold the old type; says how many."""
     return call.layer.backfill(name, field, branch=call.branch, reason=call.reason)
 
 
-@verb("entity.drop")
+@verb("entity.drop", sealed=True)
 def _drop(call: Call, *, name: str) -> Any:
     """Take an entity out of the schema; its history stays."""
     return call.layer.drop(name, branch=call.branch, reason=call.reason)
@@ -409,7 +422,7 @@ def _resolve(call: Call, *, id: int, value: Any = None, take: str | None = None)
     return call.layer.resolve(id, value, take=take, reason=call.reason)
 
 
-@verb("principal.define")
+@verb("principal.define", sealed=True)
 def _principal(
     call: Call, *, name: str, kind: str | None = None, attributes: Object | None = None, roles: Items | None = None
 ) -> Any:
@@ -417,7 +430,7 @@ def _principal(
     return call.layer.principal(name, kind, attributes, roles, on=call.branch)
 
 
-@verb("permission.grant")
+@verb("permission.grant", sealed=True)
 def _grant(
     call: Call, *, principal: str, action: str, resource: str, where: str | None = None, fields: Items | None = None, on_branch: str | None = None,
     effect: str = "allow", delegable: bool = False, valid_from: str | None = None, valid_to: str | None = None,
@@ -429,7 +442,7 @@ def _grant(
     )  # fmt: skip
 
 
-@verb("permission.revoke")
+@verb("permission.revoke", sealed=True)
 def _revoke(call: Call, *, id: int) -> Any:
     """Take a permission back, and what was delegated from it."""
     return call.layer.revoke(id, on=call.branch, reason=call.reason)
@@ -441,13 +454,13 @@ def _prune(call: Call, *, before: Any) -> Any:
     return call.layer.prune(moment("before", before), reason=call.reason)
 
 
-@verb("secret.set", hidden=vault.SECRET_ARGUMENTS["secret.set"])
+@verb("secret.set", sealed=True, hidden=vault.SECRET_ARGUMENTS["secret.set"])
 def _set_secret(call: Call, *, name: str, value: str, description: str | None = None) -> Any:
     """Keep a secret, or give it another value; gives its id. Nothing gives the value back, and it is not recorded."""
     return vault.set(call.layer, name, value, description=description, branch=call.branch, reason=call.reason)
 
 
-@verb("secret.remove")
+@verb("secret.remove", sealed=True)
 def _remove_secret(call: Call, *, name: str) -> Any:
     """Take a secret away."""
     return vault.remove(call.layer, name, branch=call.branch, reason=call.reason)
@@ -465,7 +478,7 @@ def _forget_key(call: Call, *, key: str) -> Any:
     return vault.forget_key(call.layer, key, reason=call.reason)
 
 
-@verb("blueprint.define")
+@verb("blueprint.define", sealed=True)
 def _blueprint(
     call: Call, *, name: str, tier: str = "namespace", base: str | None = None, limits: Object | None = None, egress: Items | None = None,
     mounts: Items | None = None, secrets: Items | None = None, environment: Object | None = None, idle: Object | None = None,
@@ -482,7 +495,7 @@ def _blueprint(
     return call.layer.upsert("blueprint", row, on=["name"], branch=call.branch, reason=call.reason)
 
 
-@verb("function.define")
+@verb("function.define", sealed=True)
 def _function(
     call: Call, *, name: str, language: str = "python", code: str, signature: Object | None = None, blueprint: str | None = None, reads: Any = None,
     writes: Any = None, calls: Items | None = None, projections: Items | None = None, timeout: float | None = None, rights: str = "caller",

@@ -129,6 +129,9 @@ class Execution:
     call: Mapping[str, Any] | None = None  # what was asked, as columns of ledger_call
     authority: int | None = None  # whose permissions decide, where these are not the principal's own
     brief: bool = False  # its first tx is its only one, and ends it
+    once: tuple[str, str, Any] | None = (
+        None  # of one that is brief: the key its tx keeps, the digest of what was asked, what comes of it
+    )
     contents: set[str] = field(default_factory=set)  # hashes of contents that it has given: its rows may name them
     _predicates: dict[Any, Any] = field(default_factory=dict)
 
@@ -255,6 +258,10 @@ class Tx:
         self.result: Any = None
         self._schema: tuple[Any, Schema] | None = None
         self._request: list[Any] = []
+        if execution.brief and execution.once is not None and self._kept(execution.once[0]) is not None:
+            raise Conflict(
+                "a request with this idempotency key was answered meanwhile", hint="ask for its answer again"
+            )
         for item in _seen(seen):
             self._unchanged(*item)
 
@@ -851,10 +858,7 @@ class Tx:
         if self.key is None:
             return False
         digest = sha256(repr(request).encode()).hexdigest()
-        row = self.session.one(
-            f"select digest, result, tx from {self.engine.schema_prefix}ledger_key where principal = ? and key = ?",
-            (self.execution.principal, self.key),
-        )
+        row = self._kept(self.key)
         if row is None:
             self._request = [digest]
             return False
@@ -862,6 +866,12 @@ class Tx:
             raise Conflict(f"idempotency key {self.key!r} was used for another request", hint="use a new key")
         self.result, self.number = json.loads(row[1]), row[2]
         return True
+
+    def _kept(self, key: str) -> Any:
+        return self.session.one(
+            f"select digest, result, tx from {self.engine.schema_prefix}ledger_key where principal = ? and key = ?",
+            (self.execution.principal, key),
+        )
 
     def check(self) -> None:
         """Look at what spans rows: references and unique values of everything this tx touched."""
@@ -907,6 +917,11 @@ class Tx:
             self.fact("ledger_decision", work.new_id(), *denial)
         if self.key is not None and self._request:
             self.fact("ledger_key", execution.principal, self.key, self._request[0], json_text("result", result))
+        if execution.brief and execution.once is not None:
+            named, asked, gives = execution.once
+            self.fact(
+                "ledger_key", execution.principal, named, asked, json_text("result", result if gives is None else gives)
+            )
         own = (
             self.number,
             self.branch,

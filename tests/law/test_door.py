@@ -13,6 +13,7 @@ from law.conftest import define
 import livinglayer
 from livinglayer import Layer
 from livinglayer.errors import Conflict, Denied, Invalid, LayerError, LimitExceeded
+from livinglayer.law import verbs
 from livinglayer.law.verbs import VERBS
 from livinglayer.substrate.ledger import Execution, Scope, Tx
 from livinglayer.substrate.schema import OWNER
@@ -44,6 +45,76 @@ def ended(layer: Layer) -> Execution:
     with layer.execution({"entities": ["item"]}) as scoped:
         scoped.insert("item", {"name": "first"})
         return scoped.execution
+
+
+def test_a_verb_that_is_one_tx_keeps_its_key_in_it(items: Layer) -> None:
+    """So that no crash can come between the two."""
+    done: dict[str, dict[str, Any]] = {
+        "entity.define": {"name": "thing", "fields": {"n": "text"}},
+        "entity.alter": {"name": "thing", "retype": {"n": "int"}},
+        "entity.backfill": {"name": "thing", "field": "n"},
+        "entity.drop": {"name": "thing"},
+        "principal.define": {"name": "kim"},
+        "permission.grant": {"principal": "kim", "action": "read", "resource": "item"},
+        "permission.revoke": {"id": "permission.grant"},
+        "secret.set": {"name": "PIN", "value": "four and more"},
+        "secret.remove": {"name": "PIN"},
+        "blueprint.define": {"name": "small"},
+        "function.define": {"name": "f.act", "code": "pass"},
+        "projection.define": {"name": "shown", "statement": "select name from item"},
+        "projection.remove": {"name": "shown"},
+        "trigger.define": {"name": "t", "function": "f.act", "on_entity": "item"},
+        "trigger.enable": {"name": "t", "enabled": False},
+        "trigger.remove": {"name": "t"},
+        "contract.define": {"name": "c"},
+        "contract.remove": {"name": "c"},
+        "quota.set": {"resource": "requests", "amount": 1.0, "seconds": 60, "subject": "kim"},
+        "quota.remove": {"id": "quota.set"},
+        "token.create": {"name": "brief"},
+        "token.revoke": {"id": "token.create"},
+    }
+    gave: dict[str, Any] = {}
+    at = items.engine.schema_prefix
+
+    def last() -> int:
+        return int(items.query("select max(tx) as n from tx")[0]["n"])
+
+    for name, given in done.items():
+        if isinstance(given.get("id"), str):
+            given["id"] = gave[given["id"]]
+        before = last()
+        gave[name] = items.call(name, given, key=f"key of {name}")
+        if name == "quota.set":  # one that keeps it right after
+            continue
+        assert VERBS[name].sealed
+        with items.engine.reading() as session:
+            kept = session.all(f"select tx from {at}ledger_key where key = ?", (f"key of {name}",))
+        assert kept == [(before + 1,)] and last() == before + 1, name
+        if name == "token.create":
+            with pytest.raises(Conflict, match="told once"):
+                items.call(name, given, key=f"key of {name}")
+            gave[name] = items.query("select id from token")[0]["id"]
+        else:
+            assert items.call(name, given, key=f"key of {name}") == gave[name]
+        with pytest.raises(Conflict, match="used for another request"):
+            items.call(name, {**given, next(iter(given)): 7 if "id" in given else "other"}, key=f"key of {name}")
+        assert last() == before + 1, name
+    assert {name for name, verb in VERBS.items() if verb.sealed} == done.keys() - {"quota.set"}
+    again = items.call("entity.define", name="item", fields={"name": "text!"}, key="nothing to do")
+    assert items.call("entity.define", name="item", fields={"name": "text!"}, key="nothing to do") == again is not None
+    with pytest.raises(Invalid):
+        items.call("entity.alter", name="item", drop=["no_field"], key="refused")
+    items.call("entity.alter", name="item", add={"no_field": "text"}, key="refused")  # a refusal uses no key up
+
+
+def test_a_key_that_another_process_used_meanwhile_does_nothing(items: Layer) -> None:
+    """What looked for the key before it was there finds it in its own tx."""
+    late = verbs.opened(items, "entity.define", {}, verbs.Asking(OWNER, "main"))
+    late.brief, late.once = True, ("shared key", "digest", None)
+    items.call("entity.define", name="first", fields={"n": "int"}, key="shared key")
+    with pytest.raises(Conflict, match="was answered meanwhile"):
+        items.ledger.write(late, "main", lambda tx: tx.insert("item", {"name": "twice"}))
+    assert items.query("select name from item") == []
 
 
 FORGERIES: dict[str, Callable[[Layer], Any]] = {
