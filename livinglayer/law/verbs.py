@@ -29,7 +29,9 @@ from .signature import Signature, dumps, field
 
 Object = dict[str, Any]
 Items = list[Any]
+RESULT = 65536  # bytes of what a verb gave that its execution keeps
 MANY = 100_000  # items of one argument
+KEPT = 1 << 20  # characters of a call's arguments that are kept
 TYPES = {str: "text", int: "int", float: "float", bool: "bool"}
 
 
@@ -141,10 +143,11 @@ def call(
     trace: str | None = None,
     reason: str | None = None,
     runner: str | None = None,
+    begun: Callable[[Execution], None] | None = None,
 ) -> Any:
     """Do what a verb or a function does, as a principal: what it gives, or the error that is recorded too."""
     who = layer.my_id if principal is None else principal
-    asking = Asking(who, branch, parent, cause_tx, trigger, contract, key, trace, reason, runner=runner)
+    asking = Asking(who, branch, parent, cause_tx, trigger, contract, key, trace, reason, runner=runner, begun=begun)
     found = VERBS.get(name)
     if found is not None:
         return _verb(layer, found, arguments or {}, asking)
@@ -167,14 +170,16 @@ def _verb(layer: Any, found: Verb, arguments: Mapping[str, Any], asking: Asking)
     )  # a misspelt one may be the hidden one
     shown = {key: value for key, value in arguments.items() if key in known - set(found.hidden)}
     try:
+        for argument in found.shapes:  # before anything goes through them
+            given = arguments.get(argument)
+            if isinstance(given, list | tuple | Mapping) and len(given) > MANY:
+                shown.pop(argument, None)
+                raise LimitExceeded(f"{found.name}: {argument} has more than {MANY} items", hint="in several calls")
         bound = found.signature.bind(found.name, arguments)
         for argument, shape in found.shapes.items():
             if not isinstance(bound.get(argument), shape | None):
                 needed = "an object" if shape is dict else "a list"
                 raise Invalid(f"{found.name}: {argument} is {needed}, not {bound[argument]!r:.60}")
-            if len(bound.get(argument) or ()) > MANY:
-                shown.pop(argument, None)  # to write them down is what would take so long
-                raise LimitExceeded(f"{found.name}: {argument} has more than {MANY} items", hint="in several calls")
             if shape is dict and bound.get(argument):  # in the order it was given: fields of an entity have one
                 bound[argument] = json.loads(dumps(arguments[argument]))
         if asking.key is not None:
@@ -239,6 +244,8 @@ def _alone(request: tuple[str, int, str]) -> Iterator[None]:
 def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, digest: str | None = None) -> Any:
     execution = opened(layer, found.name, {k: v for k, v in bound.items() if k not in found.hidden}, asking)
     execution.brief = found.brief
+    if asking.begun is not None:
+        asking.begun(execution)
     if digest is not None and asking.key is not None:
         execution.once = (asking.key, digest, None)
     try:
@@ -258,8 +265,18 @@ def _act(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, dige
         kept = dumps(result)  # a Decimal is a text in there
         if execution.once is not None:  # there was no tx: nothing had to be changed
             execution.once = (*execution.once[:2], None if found.told_once else json.loads(kept))
-        layer.ledger.conclude(execution, "done", {"value": json.loads(kept)} if len(kept) < 65536 else None)
+        layer.ledger.conclude(execution, "done", _kept(json.loads(kept), len(kept)))
     return result
+
+
+def _kept(value: Any, size: int) -> dict[str, Any] | None:
+    """What a verb gave, as its execution keeps it: of much text in an object the beginnings."""
+    if size < RESULT:
+        return {"value": value}
+    if not isinstance(value, dict):
+        return None
+    cut = {name: each[: RESULT // 16] if isinstance(each, str) else each for name, each in value.items()}
+    return {"value": cut, "cut": True} if len(dumps(cut)) < RESULT else None
 
 
 def opened(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking) -> Execution:
@@ -272,12 +289,24 @@ def opened(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking) -> E
             branch = MAIN if asking.branch == "main" else layer.catalog.branch(session, asking.branch).id
         except NotFound:
             branch = None
-    text = json_text("arguments", recordable(shown))
+    text = json_text("arguments", recordable(shown)) if _fits(shown) else ""
     made.call = {
-        "verb": name, "arguments": text if len(text) <= 1 << 20 else None, "branch": branch, "state": state, "contract": asking.contract,
+        "verb": name, "arguments": text if 0 < len(text) <= KEPT else None, "branch": branch, "state": state, "contract": asking.contract,
         "trigger": asking.trigger, "cause_tx": asking.cause_tx, "attempt": asking.attempt, "key": asking.key, "runner": asking.runner,
     }  # fmt: skip
     return made
+
+
+def _fits(shown: Any) -> bool:
+    """Whether arguments may be short enough to be kept; says no as soon as they can't."""
+    left, waiting = KEPT, [shown]
+    while waiting and left > 0:
+        value = waiting.pop()
+        left -= len(value) + 2 if isinstance(value, str) else 2
+        if isinstance(value, Mapping | list | tuple):
+            left -= len(value)
+            waiting += [*value, *value.values()] if isinstance(value, Mapping) else value
+    return left > 0
 
 
 def _refused(layer: Any, name: str, shown: Mapping[str, Any], asking: Asking, error: LayerError) -> None:

@@ -129,9 +129,7 @@ class Execution:
     call: Mapping[str, Any] | None = None  # what was asked, as columns of ledger_call
     authority: int | None = None  # whose permissions decide, where these are not the principal's own
     brief: bool = False  # its first tx is its only one, and ends it
-    once: tuple[str, str, Any] | None = (
-        None  # of one that is brief: the key its tx keeps, the digest of what was asked, what comes of it
-    )
+    once: tuple[str, str, Any] | None = None  # if brief: the key its tx keeps, a digest of the request, what it gives
     contents: set[str] = field(default_factory=set)  # hashes of contents that it has given: its rows may name them
     _predicates: dict[Any, Any] = field(default_factory=dict)
 

@@ -117,6 +117,35 @@ def test_a_key_that_another_process_used_meanwhile_does_nothing(items: Layer) ->
     assert items.query("select name from item") == []
 
 
+class Unread(list[Any]):
+    """A list that nobody may go through."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it was gone through")
+
+
+def test_a_huge_list_is_refused_before_anything_goes_through_it(items: Layer) -> None:
+    huge = Unread([{}]) * 800_000
+    for key in (None, "huge"):
+        for verb, given in (
+            ("row.change", {"changes": Unread(huge)}),
+            ("row.upsert", {"entity": "item", "values": {"name": "x"}, "on": Unread(huge)}),
+            ("row.insert", {"entity": "item", "values": {"name": "x"}, "seen": Unread(huge)}),
+            ("secret.set", {"name": "PIN", "value": "four and more", "description": "x" * 20_000_000}),
+        ):
+            with pytest.raises(LayerError) as met:
+                items.call(verb, given, key=key)
+            assert isinstance(met.value, Invalid if verb == "secret.set" else LimitExceeded)
+    with pytest.raises(Invalid, match="is no change"):
+        items.call("row.change", {"changes": [[{}] * 800_000]})
+    kept = items.query(
+        "select verb, arguments from execution where verb in ('row.change', 'row.upsert', 'secret.set') order by id"
+    )
+    assert [each["verb"] for each in kept] == ["row.change", "row.upsert", "secret.set"] * 2 + ["row.change"]
+    assert [each["arguments"] for each in kept if each["verb"] == "row.change"] == [{}, {}, None]
+    assert items.query("select count(*) as n from item") == [{"n": 0}]
+
+
 FORGERIES: dict[str, Callable[[Layer], Any]] = {
     "none": lambda layer: None,
     "a made-up one": lambda layer: Execution(OWNER, Scope(), "forged"),
