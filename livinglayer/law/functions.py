@@ -173,6 +173,7 @@ class Asking:
     attempt: int = 1
     due: str | None = None
     runner: str | None = None
+    begun: Callable[[Execution], None] | None = None  # is told of a verb's execution before it does anything
     failing: Callable[[Outcome], tuple[str, Callable[[Tx], Any] | None]] | None = (
         None  # the status to fail with, and what goes with it
     )

@@ -562,14 +562,19 @@ def egress(call: Call, *, box: str, rules: Any = None, annotations: Object | Non
 @verb("box.run", hidden=("environment", "stdin"))
 def run(
     call: Call, *, box: str, command: Any, timeout: float | None = 300.0, cwd: str | None = None, environment: Object | None = None,
-    user: str | None = None, stdin: str | None = None,
+    user: str | None = None, stdin: str | None = None, tag: str | None = None,
 ) -> Any:  # fmt: skip
-    """Run a command in a box, a text for its shell or a list, to its end; gives exit code and output. One that fails is a result."""
+    """Run a command in a box, a text for its shell or a list, to its end; gives exit code and output. One that fails is a result.
+
+    A tag is a name for it while it runs, which E2B's clients and the host know it by.
+    """
     if not isinstance(command, str) and not (
         isinstance(command, list) and all(isinstance(one, str) for one in command)
     ):
         raise Invalid("a command is a text for the shell, or a list of texts")
-    done = _box(call, box, held=False).run(command, timeout=timeout, cwd=cwd, env=environment, user=user, stdin=stdin)
+    done = _box(call, box, held=False).run(
+        command, timeout=timeout, cwd=cwd, env=environment, user=user, stdin=stdin, tag=tag
+    )
     cut = max(len(done.stdout), len(done.stderr)) > SHOWN
     return {
         "exit_code": done.exit_code, "stdout": done.stdout[:SHOWN].decode("utf-8", "replace"),

@@ -787,10 +787,14 @@ class AsyncSandbox:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
+        tag: str | None = None,
         on_stdout: Callable[[bytes], Any] | None = None,
         on_stderr: Callable[[bytes], Any] | None = None,
     ) -> Result:
-        """Run a command (a list, or a text for the shell) to its end. One that exits non-zero is a result; one that can't run is an error."""
+        """Run a command (a list, or a text for the shell) to its end. One that exits non-zero is a result; one that can't run is an error.
+
+        By its `tag` others can `signal` it meanwhile.
+        """
         request = {
             "do": "exec",
             "box": self.id,
@@ -800,6 +804,7 @@ class AsyncSandbox:
             "cwd": cwd,
             "env": dict(env) if env else None,
             "user": user,
+            **({} if tag is None else {"notes": {"tag": tag}}),
         }
         return await self._collect(request, stdin, on_stdout, on_stderr)
 

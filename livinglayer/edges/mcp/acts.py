@@ -12,6 +12,7 @@ from ...errors import Invalid, LayerError, NotFound
 from ...law import approvals, held, replay  # noqa: F401  (their verbs are in the table)
 from ...law.signature import dumps
 from ...law.tools import of_field
+from ...law.verbs import call
 from ...projection.query import read as read_projection
 from ...substrate import branches
 from .tools import SHOWN, Object, Seen, Use, tool
@@ -488,6 +489,7 @@ def box_create(
     output={"exit_code": {"type": ["integer", "null"]}, "stdout": TEXT, "stderr": TEXT},
     open_world=True,
     destructive=True,
+    lasts=True,
 )
 def box_exec(
     use: Use, *, box: Box, command: Annotated[str | list[Any], "for its shell, or a list of words"], cwd: str | None = None,
@@ -497,8 +499,10 @@ def box_exec(
     """Run a command in a box to its end. An exit code other than 0 is an answer too. Long output is cut: write it to a file, then box_read."""
     given = {
         "box": box, "command": command, "cwd": cwd, "timeout": timeout, "stdin": stdin, "environment": environment, "user": user,
+        "tag": use.key,
     }  # fmt: skip
-    done = dict(use.call("box.run", {key: value for key, value in given.items() if value is not None}))
+    given = {key: value for key, value in given.items() if value is not None}
+    done = dict(call(use.layer, "box.run", given, trace=use.trace, begun=use.begun))
     for stream in ("stdout", "stderr"):
         if len(text := done[stream]) > SHOWN // 2:
             done[stream] = (

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -164,15 +165,19 @@ class Speaking:
         number = use.caller.principal
         if self.busy[number] >= EACH or self.busy.total() >= ALL:
             raise LimitExceeded("too many tools are at work already", hint="wait for one to end")
+        lasting = tasks.Lasting()
+        if tool.lasts:
+            use = replace(use, begun=lasting.begun)
         since = await self.serving.do(acts.latest, use.layer) if tool.long else 0
         if tool.long or tool.needs == "boxes":
             future = self._begin(tool, use)
         else:
             future = asyncio.ensure_future(do(self.serving, use.caller, partial(tool.run, use)))
         self.busy[number] += 1
+        future.add_done_callback(lasting.over)
         future.add_done_callback(lambda _: self.busy.subtract([number]))  # it goes on when the client has gone
         later = (
-            tool.long
+            (tool.long or tool.lasts)
             and ctx.protocol_version in MODERN_PROTOCOL_VERSIONS
             and tasks.known(ctx.session.client_capabilities)
         )
@@ -180,7 +185,11 @@ class Speaking:
             done, _ = await asyncio.wait({future}, timeout=PATIENT if later else None)
             if done:
                 break
-            if (execution := await self.serving.do(acts.execution_of, use.layer, use.key, since)) is not None:
+            if tool.lasts:
+                execution = await self.serving.do(lasting.kept, use)
+            else:
+                execution = await self.serving.do(acts.execution_of, use.layer, use.key, since)
+            if execution is not None:
                 future.add_done_callback(
                     lambda ended: ended.cancelled() or ended.exception()
                 )  # it is told by tasks/get
@@ -306,19 +315,21 @@ class Speaking:
 
     async def get_task(self, ctx: Context, params: tasks.TaskParams) -> dict[str, Any]:
         caller = self._knows_tasks(ctx, params.task_id)
-        if not caller.may("write"):  # whoever may begin a task hears what it gave
+        if not caller.may(
+            await self.do(tasks.needs, caller, params.task_id)
+        ):  # whoever may begin a task hears what it gave
             await self.do(caller.require, "read")
         return await self.do(tasks.get, caller, params.task_id)
 
     async def update_task(self, ctx: Context, params: tasks.UpdateParams) -> dict[str, Any]:
         caller = self._knows_tasks(ctx, params.task_id)
-        await self.do(caller.require, "write")
+        await self.do(caller.require, await self.do(tasks.needs, caller, params.task_id))
         await self.do(tasks.update, caller, params.task_id, params.input_responses)
         return {}
 
     async def cancel_task(self, ctx: Context, params: tasks.TaskParams) -> dict[str, Any]:
         caller = self._knows_tasks(ctx, params.task_id)
-        await self.do(caller.require, "write")
+        await self.do(caller.require, await self.do(tasks.needs, caller, params.task_id))
         await self.do(tasks.cancel, caller, params.task_id)
         return {}
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import mcp_types as types
 from mcp.shared.exceptions import MCPError
 
 from ...errors import Conflict, LayerError, NotFound
-from ...law import agents, approvals
+from ...law import agents, approvals, held, runners
 from ...sandbox.sandbox import Sandbox
+from ...substrate.ledger import Execution, Tx
 from ...substrate.schema import OWNER
 from ..http.serving import Caller
 from .acts import gave
 from .asking import FORM
-from .tools import Object, answer, failure
+from .tools import Object, Use, answer, failure
 
 EXTENSION = "io.modelcontextprotocol/tasks"
 POLL = 1000  # milliseconds
@@ -61,6 +64,46 @@ def handle(caller: Caller, number: int) -> Object:
     return {**_told(own(caller, number)), "status": "working", "resultType": "task"}
 
 
+class Lasting:
+    """The execution of a verb whose record is written at its end, unless that is long in coming."""
+
+    def __init__(self) -> None:
+        self._execution: Execution | None = None
+        self._kept = contextlib.ExitStack()
+
+    def begun(self, execution: Execution) -> None:
+        """It runs; its end is not the end of a tx."""
+        execution.brief, self._execution = False, execution
+
+    def kept(self, use: Use) -> int | None:
+        """Its number, written down; None when it is over, or has not begun yet."""
+        if (execution := self._execution) is None or execution.call is None:
+            return None
+
+        def unless_over(tx: Tx) -> None:
+            if execution.id is not None:
+                raise Conflict("it is over")
+
+        # when the server dies, it is lost
+        runner = self._kept.enter_context(runners.of(use.layer).running())
+        execution.call = {**execution.call, "runner": runner}
+        try:
+            return int(use.layer.ledger.intend(execution, unless_over))
+        except Conflict:
+            self._kept.close()
+            return None
+
+    def over(self, _: object) -> None:
+        """It has ended, and said so itself."""
+        self._kept.close()
+
+
+def needs(caller: Caller, task: str) -> Literal["write", "boxes"]:
+    """What a token must be for to have to do with a task: what it was for to begin it."""
+    row = own(caller, number_of(task))
+    return "boxes" if row["kind"] == "verb" and row["verb"] == "box.run" else "write"
+
+
 def get(caller: Caller, task: str) -> Object:
     """A task as it is: what it gave, or what it waits for."""
     row = own(caller, number_of(task))
@@ -97,6 +140,9 @@ def _result(row: Mapping[str, Any]) -> types.CallToolResult:
         error = LayerError(str(wrong.get("message")), wrong.get("hint"), execution=row["id"])
         error.code = wrong.get("code") or "failed"
         return failure(error)
+    if found.get("cut"):
+        hint = "all of it was not kept: run it again with > FILE, and read that with box_read"
+        return answer({**found["value"], "truncated": True, "hint": hint})
     return answer(gave(found.get("value"), row["id"]) if row["function"] else found.get("value") or found)
 
 
@@ -131,9 +177,17 @@ def update(caller: Caller, task: str, responses: Mapping[str, Any]) -> None:
 
 
 def cancel(caller: Caller, task: str) -> None:
-    """End what a task does, if it still does something: its box is killed, so it fails, and what it would have changed is not."""
+    """End what a task does, if it still does something: its box is killed, so it fails, and what it would have changed is not.
+
+    Of a command in a box that somebody holds, the command is killed.
+    """
     row = own(caller, number_of(task))
     if row["status"] != "running":
+        return
+    if row["kind"] == "verb" and row["verb"] == "box.run":
+        box = held.mine(caller.layer, caller.principal, row["arguments"]["box"], False)
+        with contextlib.suppress(NotFound):  # it has ended meanwhile
+            Sandbox.connect(box["id"]).signal(signal.SIGKILL, tag=row["arguments"]["tag"], tree=True)
         return
     try:
         agents.find(caller.layer, row["id"])

@@ -19,7 +19,7 @@ from ...errors import Invalid, LayerError, LimitExceeded
 from ...law.signature import Signature, dumps
 from ...law.tools import of_field
 from ...projection.query import readable
-from ...substrate.ledger import MAIN_CHAIN
+from ...substrate.ledger import MAIN_CHAIN, Execution
 from ...substrate.permissions import WRITES, Policy
 from ...substrate.reads import clock
 from ...substrate.schema import SYSTEM, Schema
@@ -45,6 +45,7 @@ class Use:
     key: str  # by which its execution is found
     trace: str | None = None
     said: Mapping[str, Any] = field(default_factory=dict)  # what a person answered
+    begun: Callable[[Execution], None] | None = None  # is told of its execution
 
     @property
     def layer(self) -> Any:
@@ -69,7 +70,8 @@ class Tool:
     destructive: bool = False
     idempotent: bool = False
     open_world: bool = False
-    long: bool = False  # it may go on as a task
+    long: bool = False  # it may go on as a task: the execution that it is
+    lasts: bool = False  # so may this; its execution is written then, or else at its end
     ask: Callable[[Use], str | None] | None = None  # what a person must say yes to first; None: nothing
     person: bool = False  # nobody but a person may say it
     function: str | None = None

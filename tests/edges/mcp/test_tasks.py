@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from edges.mcp.clients import NEW, ask, over_http, refused, run, use
+from edges.mcp.clients import NEW, ask, asked, over_http, post, refused, run, use
 from edges.serving import Server
 
 TASKS = {"extensions": {"io.modelcontextprotocol/tasks": {}}}
@@ -79,6 +79,50 @@ def test_cancelled_work_ends(desk: Server) -> None:
     assert found["status"] == "completed" and found["result"]["isError"]
     assert time.monotonic() - began < 40
     assert "result" in task(desk, "cancel", made["taskId"])  # asking again is fine
+
+
+def test_a_long_command_in_a_box_is_a_task(desk: Server) -> None:
+    desk.layer.grant("ann", "call", "box:base")
+
+    def tool(name: str, principal: str = "ann", **arguments: Any) -> dict[str, Any]:
+        params = {"name": name, "arguments": arguments}
+        found: dict[str, Any] = ask(desk, "tools/call", params, principal, capabilities=TASKS)["result"]
+        return found
+
+    box = tool("box_create")["structuredContent"]["box"]
+    short = tool("box_exec", box=box, command="echo short")
+    if "taskId" not in short:  # a busy machine makes it long
+        assert short["structuredContent"]["stdout"] == "short\n"
+    made = tool("box_exec", box=box, command="echo $WORD; seq 100000; sleep 3; exit 3", environment={"WORD": "hidden"})
+    assert made["resultType"] == "task" and made["status"] == "working"
+    row = desk.layer.query("select arguments from execution where id = :e", {"e": int(made["taskId"])})[0]
+    assert row["arguments"]["box"] == box and "hidden" not in str(row["arguments"])
+    for principal, id in (("ben", made["taskId"]), ("ann", "99999999")):
+        assert "there is no" in task(desk, "get", id, principal)["error"]["message"]
+    found = ended(desk, made["taskId"])
+    told = found["result"]["structuredContent"]
+    assert found["status"] == "completed" and told["exit_code"] == 3 and told["stdout"].startswith("hidden\n1\n2\n")
+    assert told["truncated"] and "box_read" in told["hint"], "an execution keeps the beginnings"
+    ran = desk.layer.query("select id, status from execution where verb = 'box.run' order by id")
+    assert len(ran) == 2 and ran[-1] == {"id": int(made["taskId"]), "status": "done"}, "one for each command"
+    # a token for boxes alone begins and follows it, one for reading does not end it
+    long = tool("box_exec", box=box, command="sleep 4711")["taskId"]
+    for scope, act, fine in (
+        (["boxes"], "get", True),
+        (["read"], "cancel", False),
+        (["write"], "cancel", False),
+        (["boxes"], "cancel", True),
+    ):
+        body, headers = asked(f"tasks/{act}", {"taskId": long}, capabilities=TASKS)
+        token = desk.token("ann", scope=scope)
+        said = post(desk, body, headers={**headers, "authorization": f"Bearer {token}"}).json()
+        assert ("result" in said) == fine, (scope, act, said)
+    assert ended(desk, long)["result"]["structuredContent"]["exit_code"] != 0
+    processes = tool("box_exec", box=box, command="pgrep -c sleep || true")
+    assert processes["structuredContent"]["stdout"] == "0\n", "it was ended, the box was not"
+    wrong = ended(desk, tool("box_exec", box=box, command="sleep 4711", timeout=3)["taskId"])["result"]
+    assert wrong["isError"] and wrong["structuredContent"]["error"]["code"] == "timed_out"
+    tool("box_destroy", box=box, confirm=True)
 
 
 def test_clients_that_know_no_tasks_wait(desk: Server) -> None:
