@@ -44,6 +44,7 @@ class Box:
         self.book = Book(limits.names)
         self.spent: dict[str, int] = dict(used or {})  # bytes by the text of a rule
         self.up = self.down = 0
+        self.unread = 0  # bytes of HTTP/2 streams that are here and were not taken yet
         self.generation = 0  # of the rules; what was dialed under older ones is not used again
         self.open: set[Passage] = set()
         self.idle: set[Callable[[], None]] = set()  # what ends connections to servers that no request is on

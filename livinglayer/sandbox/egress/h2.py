@@ -16,13 +16,15 @@ import h2.events
 import h2.exceptions
 import h2.settings
 
+from livinglayer.sandbox.egress.box import Box
 from livinglayer.sandbox.egress.complaint import complain
 from livinglayer.sandbox.egress.http import Exchange, Gone, Request, Response, Site
-from livinglayer.sandbox.egress.limits import Limits
 from livinglayer.sandbox.egress.record import Headers
 from livinglayer.sandbox.egress.streams import CHUNK, Streams
 
 _STREAM_WINDOW, _WINDOW = 256 << 10, 1 << 20
+_GRANT = 64 << 10  # bytes of room that are given at once
+_HELD = 64 << 20  # bytes of a box's streams that are unread and take no room of other streams on their connection
 _UNREAD = 4 << 20  # bytes for a side that does not read
 _RESETS = 200  # of streams a box may give up on one connection before it is ended
 
@@ -36,12 +38,40 @@ class Stream:
         self.trailers: Headers = []
         self.task: asyncio.Task[None] | None = None
         self.ended = self.broken = self.closed = False
-        self._chunks: deque[tuple[bytes, int]] = deque()
+        self._chunks: deque[tuple[bytes, int, bool]] = (
+            deque()
+        )  # with the room each took, and whether that was given back
+        self._read = 0  # bytes of room that are not given back yet
         self._changed = asyncio.Event()
 
     def arrived(self, data: bytes, flow: int) -> None:
-        self._chunks.append((data, flow))
+        self._chunks.append((data, flow, self.wire.let_in(flow)))
         self._changed.set()
+
+    def _taken(self) -> bool:
+        """Give back the room of the first chunk; whether there is something to be sent."""
+        _, flow, given = self._chunks.popleft()
+        if given:
+            self.wire.box.unread -= flow
+        if not flow or self.wire.ended:
+            return False
+        with contextlib.suppress(h2.exceptions.ProtocolError):
+            if not given:
+                self.wire.h2.acknowledge_received_data(flow, self.id)
+            else:
+                self._read += flow
+                if self._read >= _GRANT and not (self.ended or self.broken):
+                    read, self._read = self._read, 0
+                    self.wire.h2.increment_flow_control_window(read, self.id)
+        return True
+
+    def leave(self) -> None:
+        """Nobody reads on: the room that is taken is for other streams."""
+        while self._chunks:
+            self._taken()
+        self.wire.streams.pop(self.id, None)
+        if not self.wire.ended:
+            self.wire.write()
 
     def end(self) -> None:
         self.ended = True
@@ -70,12 +100,9 @@ class Stream:
         """Chunks to the end; room for more is given as they are taken."""
         while True:
             while self._chunks:
-                data, flow = self._chunks.popleft()
-                if data:
+                if data := self._chunks[0][0]:
                     yield data
-                if flow and not self.broken:
-                    with contextlib.suppress(h2.exceptions.ProtocolError):
-                        self.wire.h2.acknowledge_received_data(flow, self.id)
+                if self._chunks and self._taken():
                     await self.wire.flush()
             if self.ended:
                 return
@@ -135,9 +162,10 @@ class Stream:
 class Wire:
     """An HTTP/2 connection over streams."""
 
-    def __init__(self, streams: Streams, client: bool, limits: Limits) -> None:
+    def __init__(self, streams: Streams, client: bool, box: Box) -> None:
         self.reader, self.writer = streams
-        self.limits, self.client = limits, client
+        self.box, self.limits, self.client = box, box.limits, client
+        self._grant = 0  # bytes of room that are to be given
         self.h2 = h2.connection.H2Connection(
             h2.config.H2Configuration(client_side=client, header_encoding=False, validate_outbound_headers=True)
         )
@@ -145,8 +173,8 @@ class Wire:
         self.h2.local_settings = h2.settings.Settings(
             client=client,
             initial_values={
-                codes.MAX_CONCURRENT_STREAMS: limits.streams,
-                codes.MAX_HEADER_LIST_SIZE: limits.header_bytes,
+                codes.MAX_CONCURRENT_STREAMS: box.limits.streams,
+                codes.MAX_HEADER_LIST_SIZE: box.limits.header_bytes,
                 codes.INITIAL_WINDOW_SIZE: _STREAM_WINDOW,
                 codes.ENABLE_PUSH: 0,
             },
@@ -154,6 +182,20 @@ class Wire:
         self.streams: dict[int, Stream] = {}
         self.ended = False
         self.resets = 0
+
+    def let_in(self, flow: int) -> bool:
+        """Give the room that data took on the connection to others at once, as far as that may be.
+
+        Some streams wait for the end of others: what waits must not take the room of what is waited for.
+        """
+        if self.box.unread + flow > _HELD:
+            return False
+        self.box.unread += flow
+        self._grant += flow
+        if self._grant >= _GRANT:
+            grant, self._grant = self._grant, 0
+            self.h2.increment_flow_control_window(grant)
+        return True
 
     def write(self) -> None:
         data = self.h2.data_to_send()
@@ -255,7 +297,7 @@ class H2Reply:
 
 async def serve(site: Site, streams: Streams) -> None:
     """Answer the requests of one connection, side by side."""
-    wire = Wire(streams, False, site.box.limits)
+    wire = Wire(streams, False, site.box)
     tasks: set[asyncio.Task[None]] = set()
     try:
         await wire.start()
@@ -300,7 +342,7 @@ async def _answer(site: Site, stream: Stream, headers: Headers) -> None:
         complain(error)
         stream.reset()
     finally:
-        stream.wire.streams.pop(stream.id, None)
+        stream.leave()
 
 
 def _request(site: Site, stream: Stream, headers: Headers) -> Request:
@@ -339,15 +381,15 @@ def _request(site: Site, stream: Stream, headers: Headers) -> Request:
 class H2Upstream:
     """A connection to a server that takes many requests at once."""
 
-    def __init__(self, streams: Streams, limits: Limits, generation: int) -> None:
-        self.wire = Wire(streams, True, limits)
+    def __init__(self, streams: Streams, box: Box, generation: int) -> None:
+        self.wire = Wire(streams, True, box)
         self.generation = generation
         self._reading: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def start(cls, streams: Streams, limits: Limits, generation: int) -> H2Upstream:
-        upstream = cls(streams, limits, generation)
+    async def start(cls, streams: Streams, box: Box, generation: int) -> H2Upstream:
+        upstream = cls(streams, box, generation)
         await upstream.wire.start()
         upstream._reading = asyncio.create_task(upstream._read())
         return upstream
@@ -407,13 +449,15 @@ class H2Upstream:
             raise
         status = int(dict(received).get(b":status", b"502"))
         plain = [(name, value) for name, value in received if not name.startswith(b":")]
-        return Response(status, plain, self._rest(stream, sending), stream.trailers)
+        rest = self._rest(stream, sending)
+        await anext(rest)  # begun, so that its end is seen to however it ends
+        return Response(status, plain, rest, stream.trailers)
 
     def _drop(self, stream: Stream, sending: asyncio.Task[None] | None) -> None:
         if sending is not None:
             sending.cancel()
         stream.reset()
-        self.wire.streams.pop(stream.id, None)
+        stream.leave()
 
     async def _send(self, stream: Stream, body: AsyncIterator[bytes], trailers: Headers) -> None:
         async for data in body:
@@ -423,6 +467,7 @@ class H2Upstream:
     async def _rest(self, stream: Stream, sending: asyncio.Task[None] | None) -> AsyncGenerator[bytes, None]:
         whole = False
         try:
+            yield b""
             async for data in stream.body():
                 if (
                     sending is not None
@@ -436,7 +481,7 @@ class H2Upstream:
         finally:
             if not whole or (sending is not None and not sending.done()):
                 self._drop(stream, sending)
-            self.wire.streams.pop(stream.id, None)
+            stream.leave()
 
     def close(self) -> None:
         """End the connection and all that is on it."""

@@ -179,7 +179,7 @@ class Site:
                 raise Unavailable(f"no TLS with {host}: {getattr(error, 'reason', None) or 'broken off'}") from None
             chosen = streams[1].get_extra_info("ssl_object")
             if chosen is not None and chosen.selected_alpn_protocol() == "h2":
-                self._shared = await H2Upstream.start(streams, limits, fresh)
+                self._shared = await H2Upstream.start(streams, self.box, fresh)
                 self._dialed.add(self._shared)
                 return self._shared, False
             made = H1Upstream(streams, limits, fresh)

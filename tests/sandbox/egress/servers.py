@@ -224,6 +224,9 @@ class Servers:
                 elif isinstance(event, h2.events.DataReceived):
                     open_[event.stream_id][1].extend(event.data)
                     connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                elif isinstance(event, h2.events.StreamReset):
+                    open_.pop(event.stream_id, None)
+                    waiting.pop(event.stream_id, None)
                 elif isinstance(event, h2.events.StreamEnded):
                     headers, body = open_.pop(event.stream_id)
                     said = dict(headers)  # type: ignore[arg-type]

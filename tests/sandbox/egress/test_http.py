@@ -98,6 +98,67 @@ def test_httpx_many_at_once(make_box: MakeBox, servers: Servers, upstream: str) 
     assert len(box.events(21, protocol="h2")) == 21
 
 
+UPLOADS = """
+import socket, ssl, h2.connection, h2.config, h2.events
+c = ssl.create_default_context(); c.set_alpn_protocols(["h2"])
+s = c.wrap_socket(socket.create_connection(("api.test", 443), 5), server_hostname="api.test"); s.settimeout(15)
+conn = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True)); conn.initiate_connection()
+left, over, got = {id: 1_000_000 for id in range(1, 49, 2)}, 0, b""
+for id in left:
+    conn.send_headers(id, [(":method", "POST"), (":scheme", "https"), (":authority", "api.test"), (":path", "/length"), ("content-length", "1000000")])
+while over < 24:
+    for id in reversed(left):  # the last first, which wait for those that came before
+        while left[id] and (room := min(left[id], conn.local_flow_control_window(id), 16384)):
+            left[id] -= room
+            conn.send_data(id, bytes(room), end_stream=not left[id])
+    s.sendall(conn.data_to_send())
+    for e in conn.receive_data(s.recv(65536)):
+        got += e.data if isinstance(e, h2.events.DataReceived) else b""
+        over += isinstance(e, h2.events.StreamEnded)
+print(got == b"1000000" * 24)
+"""
+
+
+@pytest.mark.parametrize("upstream", ["h2", "https"])
+def test_many_uploads_at_once_do_not_wait_for_each_other(make_box: MakeBox, servers: Servers, upstream: str) -> None:
+    box = make_box([local("api.test", getattr(servers, upstream))])
+    assert box.python(UPLOADS) == "True"
+
+
+ABANDONED = """
+import socket, ssl, time, h2.connection, h2.config, h2.events
+c = ssl.create_default_context(); c.set_alpn_protocols(["h2"])
+s = c.wrap_socket(socket.create_connection(("api.test", 443), 5), server_hostname="api.test"); s.settimeout(15)
+conn = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True)); conn.initiate_connection()
+conn.increment_flow_control_window(1 << 30); s.sendall(conn.data_to_send())
+def ask(id, **more):
+    conn.send_headers(id, [(":method", "GET"), (":scheme", "https"), (":authority", "api.test"), (":path", "/bytes/3000000")], end_stream=True)
+    s.sendall(conn.data_to_send())
+for id in range(1, 60, 2):  # each given up after a little, of which the gateway has more by then
+    ask(id); got = 0
+    while got < 65535:
+        for e in conn.receive_data(s.recv(65536)):
+            got += len(e.data) if isinstance(e, h2.events.DataReceived) and e.stream_id == id else 0
+    time.sleep(0.03)
+    conn.reset_stream(id, 8); s.sendall(conn.data_to_send())
+ask(61); got, over = 0, False
+while not over:
+    for e in conn.receive_data(s.recv(65536)):
+        if isinstance(e, h2.events.DataReceived):
+            if e.stream_id == 61: got += len(e.data)
+            conn.acknowledge_received_data(e.flow_controlled_length, e.stream_id)
+        over = over or (isinstance(e, h2.events.StreamEnded) and e.stream_id == 61)
+    s.sendall(conn.data_to_send())
+print(got)
+"""
+
+
+@pytest.mark.parametrize("upstream", ["h2", "https"])
+def test_answers_that_were_given_up_leave_room_for_others(make_box: MakeBox, servers: Servers, upstream: str) -> None:
+    box = make_box([local("api.test", getattr(servers, upstream))])
+    assert box.python(ABANDONED) == "3000000"
+
+
 def test_urllib(make_box: MakeBox, servers: Servers) -> None:
     box = make_box([local("index.test", servers.https)])
     assert (
