@@ -230,6 +230,7 @@ def test_metrics_are_an_owners(server: Server) -> None:
     def metrics(token: str) -> httpx.Response:
         return httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {token}"})
 
+    assert asked(server, server.token()).status_code == 200
     text = metrics(server.token()).text
     assert 'layer_requests_total{part="native",status="200"}' in text and "process_resident_memory_bytes" in text
     assert metrics(server.token("ann")).status_code == 404
