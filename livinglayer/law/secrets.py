@@ -352,13 +352,14 @@ def put(tx: Tx, layer_id: str, name: str, value: str, description: str | None = 
     ring = _ring_to_seal(tx, layer_id)
     number = _find(tx, name)
     said: dict[str, Any] = {} if description is None else {"description": description}
-    if number is None:
-        number = tx.work.new_id()
-        values = {"name": name, "sealed": seal(ring, name, number, value), **said}
-        return tx.add(SECRET, tx._encoded(SECRET, values), number)
-    values = {"sealed": seal(ring, name, number, value), **said}
-    tx.change(SECRET, number, tx._encoded(SECRET, values, partial=True))
-    return number
+    if number is not None:
+        values = {"sealed": seal(ring, name, number, value), **said}
+        with contextlib.suppress(NotFound):  # for who may not know of it there is none, and what follows is refused
+            tx.change(SECRET, number, tx._encoded(SECRET, values, partial=True))
+            return number
+    number = tx.work.new_id()
+    values = {"name": name, "sealed": seal(ring, name, number, value), **said}
+    return tx.add(SECRET, tx._encoded(SECRET, values), number)
 
 
 def _find(tx: Tx, name: Any) -> int | None:
@@ -371,9 +372,12 @@ def remove(
     """Take a secret away. Its sealed versions stay in history until they are pruned or their key is forgotten."""
     with layer.in_tx(principal, branch, reason or f"remove secret {name}") as tx:
         number = _find(tx, name)
-        if number is None:
-            raise _nowhere(name)
-        tx.remove(SECRET, number)
+        try:
+            if number is None:
+                raise _nowhere(name)
+            tx.remove(SECRET, number)
+        except NotFound:
+            raise _nowhere(name) from None
 
 
 def _nowhere(name: str) -> NotFound:

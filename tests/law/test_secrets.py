@@ -169,7 +169,15 @@ def test_setting_needs_the_right_to_write_that_secret(vault: Layer) -> None:
     ):
         with pytest.raises((Denied, NotFound)):
             act()
+    refused = []
+    for act in (secrets.set, lambda *a, **k: secrets.remove(a[0], a[1], **k)):  # type: ignore[misc]
+        for name in ("stripe", "absent"):
+            with pytest.raises((Denied, NotFound)) as caught:
+                act(vault, name, "sk-of-ann", principal="ann")
+            refused.append((type(caught.value), caught.value.message.replace(name, "NAME")))
+    assert refused[0] == refused[1] and refused[2] == refused[3], "it is not told whether there is one"
     vault.grant("ann", "write", "secret", where="name = 'hers'")
+    secrets.set(vault, "hers", "sk-of-old", principal="ann")
     secrets.set(vault, "hers", "sk-of-ann", principal="ann")
     with pytest.raises((Denied, NotFound)):
         secrets.set(vault, "stripe", "sk-of-ann", principal="ann")
