@@ -409,16 +409,19 @@ def readings(path: str) -> tuple[str, str, str]:
         sent = _without_dots("/".join(_DOT.sub(".", part) for part in path.split("/")))
     # %2F stays what it is: part of a name, as registries use it for scoped packages
     careful = "%2F".join(unquote(part, encoding="latin-1") for part in re.split("%2[fF]", sent))
-    loose = sent
+    return sent, careful, _without_dots(_decoded(sent))
+
+
+def _decoded(path: str) -> str:
+    """A path as the least careful server decodes it, dots and all."""
     for _ in range(4):
-        decoded = unquote(loose, encoding="latin-1")
-        if decoded == loose:
+        found = unquote(path, encoding="latin-1")
+        if found == path:
             break
-        loose = decoded
+        path = found
     else:
         raise Invalid("the path is percent-encoded too many times")
-    loose = "/".join(part.partition(";")[0] for part in loose.replace("\\", "/").split("/"))
-    return sent, careful, _without_dots(re.sub("/+", "/", loose))
+    return re.sub("/+", "/", "/".join(part.partition(";")[0] for part in path.replace("\\", "/").split("/")))
 
 
 def _without_dots(path: str) -> str:
@@ -472,9 +475,12 @@ def matches(rule: Rule, ask: Ask) -> bool:
     if rule.methods is not None and ask.method not in rule.methods:
         return False
     if rule.path is not None:
-        _, careful, loose = readings(ask.path or "/")
+        sent, careful, loose = readings(ask.path or "/")
         found = (glob(rule.path, careful), glob(rule.path, loose))
-        return all(found) if rule.action == "allow" else any(found)
+        if rule.action == "deny":
+            return any(found)
+        # Dots that are hidden in what is sent may climb above the rule and come back: not where a server cuts its prefix off first.
+        return all(found) and ".." not in _decoded(sent).split("/")
     return True
 
 

@@ -121,7 +121,7 @@ def test_sizes_and_rates() -> None:
         "/v1/../admin", "/v1/%2e%2e/admin", "/v1/%2E./admin", "/v1/.%2e/admin", "/v1/..%2fadmin", "/v1/..%2Fadmin", "/v1/%2e%2e%2fadmin",
         "/v1/%252e%252e%252fadmin", "/v1/%252e%252e/admin", "/v1/..%5cadmin", "/v1/%2e%2e%5Cadmin", "/v1/..;/admin", "/v1/..;x=y/admin",
         "/v1/x/../../admin", "/v1/./../admin", "/v1//../../admin", "/v1/..", "/v1/%2e%2e", "/v1/x/..%2f..%2f..%2fadmin", "/v1%2f..%2fadmin",
-        "/v1/%25252e%25252e/admin",
+        "/v1/%25252e%25252e/admin", "/v1/..%2fv1/", "/v1/x%2f..%2f..%2fv1/admin",
     ],
 )  # fmt: skip
 def test_no_spelling_of_dots_leaves_an_allowed_path(path: str) -> None:
