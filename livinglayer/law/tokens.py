@@ -54,6 +54,8 @@ def create(
     if scope is not None and (isinstance(scope, str) or not scope or not all(part in PARTS for part in scope)):
         raise Invalid(f"the scope of a token is one or more of {', '.join(PARTS)}, not {scope!r}")
     if layer.until is not None:
+        if kind == "login":
+            raise Denied("a token that ends makes no link to sign in with: the session would outlive it")
         expires = layer.until if expires is None else min(expires, layer.until)
     if expires is not None and expires <= datetime.now(UTC):
         raise Invalid(f"a token that ended at {expires.isoformat()} is good for nothing")

@@ -15,7 +15,7 @@ from sandbox.hosts import Host
 import livinglayer
 from livinglayer import Layer
 from livinglayer.errors import Denied, Invalid, LayerError, LimitExceeded, NotFound
-from livinglayer.law import channel, contracts, executions, functions
+from livinglayer.law import channel, contracts, executions, functions, tokens
 from livinglayer.law.channel import Channel
 from livinglayer.law.executions import STEPS, Run
 from livinglayer.law.triggers import Feed
@@ -96,6 +96,8 @@ def test_a_token_that_ends_makes_none_that_outlives_it(shop: Layer, location: st
                     again.call("token.create", name=f"made by {who}")
             with pytest.raises(Denied, match="a token that ends makes none"):
                 handle.token(who)
+            with pytest.raises(Denied, match="makes no link"):
+                tokens.create(handle, who, "link", "login")
     ends = {
         row["name"]: row["ends"] for row in shop.query("select name, max(expires) as ends from token group by name")
     }
