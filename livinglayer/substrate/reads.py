@@ -396,6 +396,8 @@ class Attention:
         finally:
             with self._lock:  # an end that has begun ends this, and nothing that comes after it
                 self._end = None
+        if self._lost:  # what it ended is of no more use, though it was done just before
+            raise TimedOut("whoever asked has gone")
 
 
 class Reads:
@@ -573,13 +575,14 @@ def send(fd: int, message: Any, most: int | None = None) -> None:
 
 def receive(fd: int, deadline: float | None = None) -> Any:
     """One message; None at the end of the stream; TimeoutError when the deadline passes first."""
+    coming = select.poll()  # select() knows no number of a file above 1023, which a server with many clients has
+    coming.register(fd, select.POLLIN)
 
     def exactly(count: int) -> bytes | None:
         parts = bytearray()
         while len(parts) < count:
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError
-            if deadline is not None and not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and (left < 0 or not coming.poll(left * 1000)):
                 raise TimeoutError
             part = os.read(fd, min(1 << 20, count - len(parts)))
             if not part:

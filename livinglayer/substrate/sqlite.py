@@ -646,6 +646,8 @@ class Reader:
     def close(self) -> None:
         try:
             self.unbind()
+            if self.connection.in_transaction:  # its end was interrupted: whoever is next would read this moment
+                self.connection.execute("rollback")
             self.connection.pragma("shrink_memory")
         except apsw.Error:
             self.connection.close(True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -14,6 +18,7 @@ import livinglayer
 from livinglayer import Layer
 from livinglayer.errors import Invalid, LimitExceeded, NotFound, TimedOut
 from livinglayer.substrate.reads import Attention
+from livinglayer.substrate.schema import OWNER
 
 
 def last(layer: Layer) -> int:
@@ -225,6 +230,47 @@ def test_a_query_ends_when_nobody_waits_for_it_any_more(shared: Layer, who: str)
     with pytest.raises(TimedOut, match="has gone"):
         shared.query_at("select 1 as n", principal=who, attention=attention)
     assert shared.query("select 1 as n", principal=who) == [{"n": 1}]
+
+
+class Late(Attention):
+    """Of somebody who goes when the answer is there already."""
+
+    @contextlib.contextmanager
+    def ending(self, end: Callable[[], object]) -> Iterator[None]:
+        with super().ending(end):
+            yield
+            self.lose()
+
+
+@pytest.mark.parametrize("who", ["owner", "goer"])
+def test_what_was_ended_with_its_answer_in_hand_answers_nobody_else(shared: Layer, who: str) -> None:
+    shared.principal("goer")
+    for n in range(10):
+        with pytest.raises(TimedOut, match="has gone"):
+            shared.query_at("select 0 as n", principal=who, trusted=who == "owner", attention=Late())
+        assert shared.query(f"select {n} as n", principal=who) == [{"n": n}]
+
+
+def test_a_reader_whose_end_was_interrupted_leaves_no_old_moment_behind(shared: Layer) -> None:
+    shared.define("moving", {"n": "int"})
+    if shared.engine.dialect != "sqlite":
+        return
+    reader, _ = shared.reads.borrow("main", None, OWNER)
+    reader.connection.execute("begin")
+    assert list(reader.connection.execute("select count(*) from main.ledger_tx"))
+    reader.close()
+    assert not reader.connection.in_transaction
+
+
+def test_a_process_with_many_files_open_asks_its_readers_too(location: str) -> None:
+    with livinglayer.open(location, create=True) as layer, contextlib.ExitStack() as files:
+        layer.principal("reader")
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
+            pytest.skip("no more than 2048 files may be open")
+        with open(os.devnull) as nothing:
+            for _ in range(1100):
+                files.callback(os.close, os.dup(nothing.fileno()))
+        assert layer.query("select 1 as n", principal="reader") == [{"n": 1}]
 
 
 def test_a_deadline_is_met_by_the_owners_queries_too_and_others_go_on(shared: Layer, shared_location: str) -> None:
