@@ -24,6 +24,7 @@ from livinglayer.sandbox.egress.streams import CHUNK, Streams
 
 _STREAM_WINDOW, _WINDOW = 256 << 10, 1 << 20
 _GRANT = 64 << 10  # bytes of room that are given at once
+_SMALL = 4 << 10  # bytes up to which chunks are kept as one
 _HELD = 64 << 20  # bytes of a box's streams that are unread and take no room of other streams on their connection
 _UNREAD = 4 << 20  # bytes for a side that does not read
 _RESETS = 200  # of streams a box may give up on one connection before it is ended
@@ -40,12 +41,19 @@ class Stream:
         self.ended = self.broken = self.closed = False
         self._chunks: deque[tuple[bytes, int, bool]] = (
             deque()
-        )  # with the room each took, and whether that was given back
+        )  # with the room each took, and whether that is given back
         self._read = 0  # bytes of room that are not given back yet
         self._changed = asyncio.Event()
 
     def arrived(self, data: bytes, flow: int) -> None:
-        self._chunks.append((data, flow, self.wire.let_in(flow)))
+        if not flow:
+            return  # it takes no room, so nothing would end a flood of it
+        given = self.wire.let_in(flow)
+        # Bytes that come one by one are kept together, else each would take a hundred; not with the first, which is being read.
+        if len(self._chunks) > 1 and self._chunks[-1][2] == given and len(self._chunks[-1][0]) + len(data) <= _SMALL:
+            before, taken, _ = self._chunks.pop()
+            data, flow = before + data, taken + flow
+        self._chunks.append((data, flow, given))
         self._changed.set()
 
     def _taken(self) -> bool:
@@ -194,7 +202,8 @@ class Wire:
         self._grant += flow
         if self._grant >= _GRANT:
             grant, self._grant = self._grant, 0
-            self.h2.increment_flow_control_window(grant)
+            with contextlib.suppress(h2.exceptions.ProtocolError):  # the other side said goodbye right after it
+                self.h2.increment_flow_control_window(grant)
         return True
 
     def write(self) -> None:
@@ -311,6 +320,7 @@ async def serve(site: Site, streams: Streams) -> None:
                 stream.task = asyncio.create_task(_answer(site, stream, headers))
                 tasks.add(stream.task)
                 stream.task.add_done_callback(tasks.discard)
+                stream.task.add_done_callback(lambda _, stream=stream: stream.leave())  # type: ignore[misc]  # also if it never ran
             elif isinstance(event, h2.events.StreamReset):
                 gone = wire.streams.get(event.stream_id or 0)
                 if gone is not None and gone.task is not None:
@@ -341,8 +351,6 @@ async def _answer(site: Site, stream: Stream, headers: Headers) -> None:
     except Exception as error:
         complain(error)
         stream.reset()
-    finally:
-        stream.leave()
 
 
 def _request(site: Site, stream: Stream, headers: Headers) -> Request:
@@ -441,13 +449,13 @@ class H2Upstream:
                     raise failed
             async with asyncio.timeout(wire.limits.idle_seconds):
                 received = await stream.head
-        except TimeoutError:
+            status = int(dict(received).get(b":status", b"502"))
+        except (TimeoutError, ValueError):
             self._drop(stream, sending)
             raise Gone from None
         except BaseException:
             self._drop(stream, sending)
             raise
-        status = int(dict(received).get(b":status", b"502"))
         plain = [(name, value) for name, value in received if not name.startswith(b":")]
         rest = self._rest(stream, sending)
         await anext(rest)  # begun, so that its end is seen to however it ends
