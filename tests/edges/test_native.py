@@ -380,6 +380,21 @@ def test_a_query_ends_when_its_client_hangs_up(server: Server, owner: Asker) -> 
     assert refused.code == (400, "invalid")
 
 
+def test_one_content_sent_by_many_at_once_is_kept_once(server: Server, owner: Asker) -> None:
+    token, sent = owner.headers["Authorization"].removeprefix("Bearer "), list[int]()
+
+    def send(asker: Asker, content: bytes) -> None:
+        sent.append(asker("POST", "/api/blob", content).status)
+
+    for n in range(5):
+        senders = [threading.Thread(target=send, args=(Asker(server, token), b"the same %d" % n)) for _ in range(4)]
+        for each in senders:
+            each.start()
+        for each in senders:
+            each.join()
+    assert sent == [200] * 20
+
+
 def test_what_is_anothers_is_not_there(ann: Asker, ben: Asker, owner: Asker) -> None:
     mine = ann.post("row.insert", entity="item", values={"name": "ann's own"}).result
     digest = ann("POST", "/api/blob", b"ann's content").json["digest"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import Denied
 from ...substrate.blobs import SENT, sent
+from ...substrate.ledger import Work
 from ...substrate.reads import clock
 
 if TYPE_CHECKING:
@@ -35,8 +36,13 @@ def store(layer: Layer, data: bytes) -> str:
     layer.engine.put_blob(digest, data)
     with layer.engine.reading() as session:
         known = sent(layer.engine, session, [layer.my_id], digest)
+
+    def note(work: Work) -> None:
+        if not sent(layer.engine, work.session, [layer.my_id], digest):  # by the same, at the same time
+            tx = work.tx(layer.execution_of(layer.my_id), bare=True)
+            tx.fact("ledger_key", layer.my_id, SENT + digest, digest, "null")
+            tx.finish()
+
     if not known:
-        layer.ledger.note(
-            layer.execution_of(layer.my_id), [("ledger_key", (layer.my_id, SENT + digest, digest, "null"))]
-        )
+        layer.ledger.submit(note)
     return digest
