@@ -647,15 +647,15 @@ def snapshot(call: Call, *, box: str, name: str | None = None, memory: bool = Fa
             tx.fact("ledger_snapshot", taken.id, f"b{held['execution']}", taken.parent, moment)
         values = {f.name: kept.get(f.name) for f in entity.fields}
         tx.record(entity, tx._encoded(entity, values), known[0]["id"] if known else None)
-        return known[0] if known and known[0]["snapshot"] == taken.id else None
+        return known[0] if known else None
 
     try:
         before = layer.ledger.write(call.execution, "main", act)
     except BaseException:
         let_go(taken.id, holder)
         raise
-    if before is not None:
-        let_go(taken.id, _holder(before))
+    if before is not None:  # the name is of another now, or of the same once more
+        _leave(layer, before)
     return {"snapshot": taken.id, "blueprint": called, "box": found["id"], "memory": taken.memory}
 
 
@@ -679,7 +679,7 @@ def forget(call: Call, *, snapshot: str) -> Any:
         raise NotFound(f"there is no snapshot {snapshot!r:.120}")
     entity = SYSTEM.by_name["blueprint"]
     layer.ledger.write(call.execution, "main", lambda tx: tx.erase(entity, row["id"]))
-    let_go(row["snapshot"], _holder(row))
+    _leave(layer, row)
     return {"forgotten": row["name"], "snapshot": row["snapshot"]}
 
 
@@ -689,8 +689,11 @@ def let_go(snapshot: str, holder: str) -> None:
         run_blocking(blocking_client().call({"do": "snapshot.remove", "snapshot": snapshot, "holder": holder}))
 
 
-def _holder(row: Mapping[str, Any]) -> str:
-    return str(((row.get("annotations") or {}).get("snapshot") or {}).get("holder", ""))
+def _leave(layer: Any, row: Mapping[str, Any]) -> None:
+    """Let go of what a blueprint was a snapshot of; those of before there were holders have one in common."""
+    holder = str(((row.get("annotations") or {}).get("snapshot") or {}).get("holder", ""))
+    if holder or not _of(layer, row["snapshot"]):
+        let_go(row["snapshot"], holder)
 
 
 def snapshots(layer: Any, principal: int) -> list[dict[str, Any]]:

@@ -369,6 +369,20 @@ def test_equal_snapshots_of_two_layers_on_one_host_are_each_ones_own(
 
 
 @embedded
+def test_a_name_that_is_given_to_another_snapshot_keeps_the_first_no_longer(room: Layer) -> None:
+    box = opened(room)["box"]
+    Sandbox.connect(box).run("echo >/home/user/first")
+    first, again = (room.call("box.snapshot", box=box, name=name, principal="ann") for name in ("nightly", "weekly"))
+    Sandbox.connect(box).run("echo >/home/user/second")
+    second = room.call("box.snapshot", box=box, name="nightly", principal="ann")
+    assert first["snapshot"] == again["snapshot"] in {kept["id"] for kept in _kept()}  # it has another name
+    room.call("box.snapshot", box=box, name="weekly", principal="ann")
+    kept = {kept["id"] for kept in _kept()}
+    assert first["snapshot"] not in kept and second["snapshot"] in kept
+    assert Sandbox.connect(opened(room, blueprint="nightly")["box"]).files.exists("/home/user/second")
+
+
+@embedded
 def test_merging_takes_no_snapshot_away_that_a_fork_was_kept_as(room: Layer) -> None:
     fork = Sandbox.connect(room.call("reality.fork", name="elsewhere", box=opened(room)["box"])["id"])
     fork.run("echo >/home/user/new")
