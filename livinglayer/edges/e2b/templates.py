@@ -36,6 +36,7 @@ PATIENCE = 60.0  # seconds without a byte of an upload
 BUILDS = 16  # of one principal, those that wait for their turn too
 PART = 16 << 20  # bytes of an upload before it is asked again whether there is room
 UPLOADS = 32  # of one principal at once
+FILES = 10_000  # that one principal has sent and that are kept
 
 resolve = templates.resolve
 log = logging.getLogger("livinglayer")
@@ -234,8 +235,7 @@ async def _upload(serving: Serving, request: Request, principal: str, hashed: st
     if not hmac.compare_digest(wanted.encode(), proof.encode()) or int(until) < time.time():
         raise Unauthenticated("the link is not good any more, or never was")
     directory = templates.uploads(serving.layer, int(principal))
-    if await serving.do(_tidy, directory) >= UPLOADS:
-        raise LimitExceeded(f"{UPLOADS} uploads of yours are under way", hint="try again when one is done", retry_after=10)  # fmt: skip
+    await serving.do(_tidy, directory)
     new = directory / f".{secrets.token_hex(8)}.new"
     file = open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
     size, seen, digest = 0, 0, hashlib.sha256()
@@ -245,6 +245,10 @@ async def _upload(serving: Serving, request: Request, principal: str, hashed: st
         file.flush()  # so that others see how much there is of it, and that it grows
 
     try:
+        if (
+            await serving.do(_tidy, directory) > UPLOADS
+        ):  # with this one, so that many that come at once are counted too
+            raise LimitExceeded(f"{UPLOADS} uploads of yours are under way", hint="try again when one is done", retry_after=10)  # fmt: skip
         parts = request.stream()
         while True:
             async with asyncio.timeout(PATIENCE):
@@ -275,18 +279,20 @@ async def _upload(serving: Serving, request: Request, principal: str, hashed: st
 def _tidy(directory: Path) -> int:
     """Make the directory, forget what nobody has used for a week and what did not come to its end, see that there is room, and count what comes in."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    total = coming = 0
+    total = coming = files = 0
     for path in directory.iterdir():
         try:
             found, part = path.stat(), path.name.startswith(".")
             if time.time() - max(found.st_mtime, 0 if part else found.st_atime) > (3 * PATIENCE if part else KEPT):
                 path.unlink()
             else:
-                total, coming = total + found.st_size, coming + part
+                total, coming, files = total + found.st_size, coming + part, files + 1
         except FileNotFoundError:
             continue
     if total > ALL:
         raise LimitExceeded(f"files for builds take more than {ALL} bytes", hint="they are forgotten after a week")
+    if files > FILES:  # each is looked at whenever one comes
+        raise LimitExceeded(f"more than {FILES} archives are kept for builds", hint="they are forgotten after a week")
     return coming
 
 

@@ -334,6 +334,24 @@ def test_uploads_count_while_they_come_in(server: Server) -> None:
     (here / ("ee" * 32)).unlink()
 
 
+def test_uploads_are_counted(server: Server) -> None:
+    made = ask(server, "POST", "/v3/templates", {"name": "many"})[1]
+    link = ask(server, "GET", f"/templates/{made['templateID']}/files/{'ab' * 32}")[1]["url"]
+    here = Path(server.environment["LAYER_STATE"], "uploads", server.layer.id, link.split("/uploads/")[1].split("/")[0])
+    here.mkdir(parents=True, exist_ok=True)
+    coming = [here / f".{n}.new" for n in range(32)]
+    kept = [here / f"{n:064x}" for n in range(100, 10_101)]
+    for others, told in ((coming, "32 uploads of yours"), (kept, "more than 10000 archives")):
+        for path in others:
+            path.touch()
+        refused = httpx.put(link, content=b"x")
+        assert refused.status_code == 429 and told in refused.text
+        for path in others:
+            path.unlink()
+    assert httpx.put(link, content=b"x").status_code == 200
+    assert not list(here.glob(".*"))
+
+
 def test_builds_that_hang_keep_nobody_else_from_building(server: Server) -> None:
     for who in ("hans", "bob"):
         server.principal(who)
