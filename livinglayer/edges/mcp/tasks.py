@@ -14,7 +14,7 @@ from mcp.shared.exceptions import MCPError
 from ...errors import Conflict, LayerError, NotFound
 from ...law import agents, approvals, held, runners
 from ...sandbox.sandbox import Sandbox
-from ...substrate.ledger import Execution, Tx
+from ...substrate.ledger import Execution, Work
 from ...substrate.schema import OWNER
 from ..http.serving import Caller
 from .acts import gave
@@ -80,18 +80,19 @@ class Lasting:
         if (execution := self._execution) is None or execution.call is None:
             return None
 
-        def unless_over(tx: Tx) -> None:
-            if execution.id is not None:
-                raise Conflict("it is over")
+        def unless_over(work: Work) -> int | None:
+            if execution.id is None and execution.open:
+                work.tx(execution, reason=execution.reason, bare=True).finish()
+                return execution.id
+            return None
 
         # when the server dies, it is lost
         runner = self._kept.enter_context(runners.of(use.layer).running())
         execution.call = {**execution.call, "runner": runner}
-        try:
-            return int(use.layer.ledger.intend(execution, unless_over))
-        except Conflict:
+        number: int | None = use.layer.ledger.submit(unless_over)
+        if number is None:
             self._kept.close()
-            return None
+        return number
 
     def over(self, _: object) -> None:
         """It has ended, and said so itself."""

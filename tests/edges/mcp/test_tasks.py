@@ -10,6 +10,12 @@ import pytest
 from edges.mcp.clients import NEW, ask, asked, over_http, post, refused, run, use
 from edges.serving import Server
 
+from livinglayer.edges.http.serving import Caller
+from livinglayer.edges.mcp.tasks import Lasting
+from livinglayer.edges.mcp.tools import Use
+from livinglayer.law import verbs
+from livinglayer.substrate.schema import OWNER
+
 TASKS = {"extensions": {"io.modelcontextprotocol/tasks": {}}}
 SLOW = "import time\ndef main(seconds, fail=False):\n    time.sleep(seconds)\n    assert not fail, 'as asked'\n    return {'slept': seconds}\n"
 
@@ -79,6 +85,26 @@ def test_cancelled_work_ends(desk: Server) -> None:
     assert found["status"] == "completed" and found["result"]["isError"]
     assert time.monotonic() - began < 40
     assert "result" in task(desk, "cancel", made["taskId"])  # asking again is fine
+
+
+def test_a_command_that_ends_as_it_becomes_a_task_is_none_and_nobody_is_denied(desk: Server) -> None:
+    layer = desk.layer
+    using = Use(Caller(OWNER, layer.me, layer), {}, "key")
+    denied = layer.query("select count(*) as n from decision")
+    for end in (False, True):
+        lasting, execution = Lasting(), verbs.opened(layer, "late", {}, verbs.Asking(OWNER, "main"))
+        assert lasting.kept(using) is None, "it has not begun"
+        lasting.begun(execution)
+        if end:
+            layer.ledger.conclude(execution, "done")
+        number = lasting.kept(using)
+        assert (number is None) == end
+        if not end:
+            assert number == execution.id and lasting.kept(using) is None, "it is one task"
+            layer.ledger.conclude(execution, "done")
+        lasting.over(None)
+    layer.principal("later")  # the next tx records what was denied
+    assert layer.query("select count(*) as n from decision") == denied
 
 
 def test_a_long_command_in_a_box_is_a_task(desk: Server) -> None:
