@@ -253,6 +253,7 @@ class Tx:
         self.before: dict[tuple[int, int], Row | None] | None = None  # rows as they were, where somebody looks at them
         self.facts: list[tuple[str, list[Stored]]] = []
         self.named: set[str] = set()  # hashes of contents that its rows may name
+        self.searched = 0.0  # seconds it took to find that
         self.result: Any = None
         self._schema: tuple[Any, Schema] | None = None
         self._request: list[Any] = []
@@ -389,12 +390,16 @@ class Tx:
         """Whether who acts or decides has sent a content, or may read a row that names it, on this branch or on main."""
         if sent(self.engine, self.session, {self.execution.principal, self.execution.deciding}, digest):
             return True
-        deadline = time.monotonic() + self.work.settings.query_seconds
+        began = time.monotonic()
+        deadline = began + self.work.settings.query_seconds - self.searched  # all of this tx: others wait meanwhile
         main = self.work.catalog.schema(self.session, MAIN_CHAIN, self.work.version)
         for branch, schema in {self.name: self.schema, "main": main}.items():
             for sql in naming(self.policy.readable(schema, branch)):
+                if time.monotonic() > deadline:
+                    raise TimedOut("to find the contents that rows name took too long", hint="give their bytes")
                 try:
                     if self.engine.inside(self, sql, {"digest": digest}, deadline, 1, branch=branch):
+                        self.searched += time.monotonic() - began
                         return True
                 except (NotFound, Invalid):  # not a field of this principal's
                     continue

@@ -69,6 +69,20 @@ def test_a_row_names_content_that_its_writer_gave_sent_or_may_read(shared: Layer
         shared.alter("paper", retype={"words": "file"})
 
 
+def test_many_contents_are_not_looked_for_longer_than_one(shared: Layer, shared_location: str) -> None:
+    """Others wait for the writer meanwhile."""
+    shared.define("sheet", {"doc": "file"})
+    shared.principal("copyist")
+    shared.grant("copyist", "*", "sheet")
+    shared.insert("sheet", [{"doc": b"%d" % n} for n in range(300)])
+    found = shared.query("select doc from sheet")
+    shared.insert("sheet", found[:3], principal="copyist")
+    with livinglayer.open(shared_location, query_seconds=0.1) as hasty:
+        with pytest.raises(TimedOut):
+            hasty.insert("sheet", found, principal="copyist")
+        hasty.insert("sheet", found)
+
+
 def test_a_write_is_attributed_and_its_tx_is_the_rows_version(shared: Layer) -> None:
     shared.define("note", {"text": "text"})
     row = shared.insert("note", {"text": "a"}, reason="why", cause="because")
