@@ -140,6 +140,9 @@ def test_commands_find_the_server(server: Server) -> None:
     for other in (server.token("owner", "e2b", seconds=3600), server.key("ann")):  # one that ends soon, one of another
         kept.write_text(other)
         assert other not in layer_command(server, "env", "--e2b").stdout
+    short = server.token("bob", seconds=3600)  # what it makes ends with it, and is made once all the same
+    first, second = (layer_command(server, "env", "--e2b", LAYER_TOKEN=short).stdout for _ in range(2))
+    assert first == second != ""
     assert layer_command(server, "login").stdout.startswith(f"{server.url}/login?token=login_")
     made = layer_command(server, "token", "create", "--format", "e2b", "--scope", "boxes", "--expires", "1h")
     assert re.fullmatch("e2b_[0-9a-f]{40}\n", made.stdout)

@@ -282,7 +282,9 @@ def kept_key(layer: Layer, principal: str) -> str:
     try:
         text = path.read_text().strip()
         found = tokens.prove(layer, text)
-        if found.name != principal or found.expires is None or found.expires - datetime.now(UTC) < SHORT:
+        until = datetime.now(UTC) + SHORT  # or what the next could not outlast either
+        until = until if layer.until is None else min(until, layer.until)
+        if found.name != principal or found.expires is None or found.expires < until:
             raise tokens.nobody()
     except (OSError, Unauthenticated):
         given = {"name": "layer env", "principal": principal, "kind": "e2b", "seconds": LASTING.total_seconds()}
