@@ -399,6 +399,7 @@ def test_snapshots_are_kept_compared_and_removed(run: Run) -> None:
     assert run("snapshots", "list", "--json").json == []
     code = "from livinglayer.sandbox import Sandbox; print(Sandbox.connect('work').snapshot(holder='some-layer/1').id)"
     held = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert re.search(rf"{held}.* some-layer\n", run("snapshots", "list").out)
     refused = run("snapshots", "remove", held)
     assert refused.code == 5 and "is held by some-layer" in refused.err
     assert run("snapshots", "remove", held, "--all").code == 0

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from argparse import REMAINDER, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -739,11 +739,17 @@ def snapshots_list(args: Namespace, out: Printer) -> None:
                 "tier": kept["tier"],
                 "memory": "kept" if kept["memory"] else "",
                 "created": clock(kept["created"]),
+                "held by": _layers(kept["holders"]),
             }
             for kept in found
         ],
         noun="snapshot",
     )
+
+
+def _layers(holders: Iterable[str]) -> str:
+    """The layers among those who hold a snapshot; "" is whoever uses the machine."""
+    return ", ".join(sorted({holder.partition("/")[0] for holder in holders} - {""}))
 
 
 @command("box snapshots diff", arg("a", help="a snapshot"), arg("b", help="another"), opens=False, place="host")
@@ -780,8 +786,9 @@ def snapshots_remove(args: Namespace, out: Printer) -> None:
     for word in args.snapshots:
         id = snapshot_id(word)
         if held := host({"do": "snapshot.remove", "snapshot": id, "all": args.all})["held"]:
-            layers = ", ".join(sorted({holder.partition("/")[0] for holder in held}))
-            raise Conflict(f"snapshot {id} is held by {layers}", hint="box.forget there; --all removes it all the same")
+            raise Conflict(
+                f"snapshot {id} is held by {_layers(held)}", hint="box.forget there; --all removes it all the same"
+            )
         removed.append(id)
         out.say(f"Removed snapshot {id}")
     out.data(removed)
