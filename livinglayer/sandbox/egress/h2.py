@@ -394,6 +394,7 @@ class H2Upstream:
         self.generation = generation
         self._reading: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
+        self._asking = asyncio.Lock()
 
     @classmethod
     async def start(cls, streams: Streams, box: Box, generation: int) -> H2Upstream:
@@ -418,10 +419,11 @@ class H2Upstream:
     ) -> Response:  # fmt: skip
         """Send a request; the response's head is there when this returns, while the body may still be on its way up."""
         wire = self.wire
-        while wire.h2.open_outbound_streams >= wire.h2.remote_settings.max_concurrent_streams:
-            await asyncio.sleep(0.005)
-            if wire.ended:
-                raise Gone
+        try:
+            async with asyncio.timeout(wire.limits.idle_seconds):
+                await self._room()
+        except TimeoutError:
+            raise Gone from None
         stream = Stream(wire, wire.h2.get_next_available_stream_id())
         wire.streams[stream.id] = stream
         said: Headers = [
@@ -460,6 +462,15 @@ class H2Upstream:
         rest = self._rest(stream, sending)
         await anext(rest)  # begun, so that its end is seen to however it ends
         return Response(status, plain, rest, stream.trailers)
+
+    async def _room(self) -> None:
+        """Wait until the server takes one request more. One looks for all who wait: a server that never does costs little."""
+        wire, pause = self.wire, 0.002
+        async with self._asking:
+            while wire.h2.open_outbound_streams >= wire.h2.remote_settings.max_concurrent_streams:
+                await asyncio.sleep(pause := min(2 * pause, 0.1))
+                if wire.ended:
+                    raise Gone
 
     def _drop(self, stream: Stream, sending: asyncio.Task[None] | None) -> None:
         if sending is not None:
