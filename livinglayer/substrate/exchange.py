@@ -36,7 +36,7 @@ def export(
         as_of=as_of,
         principal=principal,
         limit=ROWS,
-        timeout=3600,
+        timeout=min(3600, layer.reads.longest(layer.id_of(principal))),
     )
     names = list(rows[0]) if rows else ["id", *found.by_name]
     try:

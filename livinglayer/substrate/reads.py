@@ -444,7 +444,7 @@ class Reads:
         seconds = self.settings.query_seconds if timeout is None else timeout
         most = self.settings.query_rows if limit is None else limit
         check_request(sql, params, branch, as_of, seconds, most)
-        if timeout is not None and timeout > self.settings.longest_seconds and not self._sovereign(principal):
+        if timeout is not None and timeout > self.settings.longest_seconds and timeout > self.longest(principal):
             raise Invalid(
                 f"a query has {self.settings.longest_seconds:g} seconds at most, not {timeout!r:.40}",
                 hint="ask for less at a time; an owner's may take longer",
@@ -456,9 +456,11 @@ class Reads:
         answer = self.raw(sql, params, branch, as_of, principal, within, deadline, most, attention)
         return as_dicts(*answer), answer[3]
 
-    def _sovereign(self, principal: int) -> bool:
+    def longest(self, principal: int) -> float:
+        """Seconds that a query of a principal may name."""
         with self.engine.reading() as session:
-            return self.catalog.policy(session, principal, clock(self.engine, session)[1]).sovereign()
+            policy = self.catalog.policy(session, principal, clock(self.engine, session)[1])
+        return LONGEST if policy.sovereign() else self.settings.longest_seconds
 
     def raw(
         self,

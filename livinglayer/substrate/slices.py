@@ -31,7 +31,10 @@ def write(
             list(run(statement))
         for entity, named in columns.items():
             run(f'create table "{entity}" ({", ".join(f"{chr(34)}{name}{chr(34)} {kind}" for name, kind in named)})')
-            rows, _ = reads.query_at(f"select * from {entity}", None, branch, tx, principal, 60.0, ROWS, narrow=narrow)
+            seconds = min(60.0, reads.settings.longest_seconds)
+            rows, _ = reads.query_at(
+                f"select * from {entity}", None, branch, tx, principal, seconds, ROWS, narrow=narrow
+            )
             marks = ", ".join("?" * len(named))
             connection.executemany(
                 f'insert into "{entity}" values ({marks})',
