@@ -374,14 +374,15 @@ class Tx:
         return found
 
     def _content(self, value: Any) -> Any:
-        """The hash that a file field is given, its content stored; NotFound for one that its writer may not have."""
+        """The hash that a file field is given, its content stored; NotFound for one that is not there or its writer may not have."""
         if isinstance(value, bytes | bytearray):
             digest = sha256(value).hexdigest()
             self.engine.put_blob(digest, bytes(value))
             self.named.add(digest)
             return digest
         if isinstance(value, str) and value not in self.named and HASH.fullmatch(value):
-            if not (self.policy.sovereign() or value in self.execution.contents or self._may_have(value)):
+            known = self.policy.sovereign() or value in self.execution.contents or self._may_have(value)
+            if not (known and self.engine.has_blob(value)):
                 raise NotFound(f"there is no content {value!r}", hint="give its bytes; over HTTP, POST /api/blob first")
             self.named.add(value)
         return value

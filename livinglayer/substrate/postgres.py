@@ -647,6 +647,11 @@ class PostgresEngine:
             row = connection.execute(f"select data from {SCHEMA}.blob where digest = $1", (digest,)).fetchone()
         return None if row is None else bytes(row[0])
 
+    def has_blob(self, digest: str) -> bool:
+        with self._borrowed() as connection:
+            found = connection.execute(f"select 1 from {SCHEMA}.blob where digest = $1", (digest,)).fetchone()
+        return found is not None
+
     def check(self) -> list[str]:
         return []
 

@@ -579,6 +579,9 @@ class SqliteEngine:
         except FileNotFoundError:
             return None
 
+    def has_blob(self, digest: str) -> bool:
+        return self._blob(digest).exists()
+
     def check(self) -> list[str]:
         with self.reading() as session:
             try:

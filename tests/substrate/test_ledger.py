@@ -64,7 +64,9 @@ def test_a_row_names_content_that_its_writer_gave_sent_or_may_read(shared: Layer
     for branch in ("main", "paper_branch"):
         for digest in (own, given):
             shared.update("paper", mine["id"], {"doc": digest}, principal="ben_p", branch=branch)
-    shared.update("paper", mine["id"], {"draft": hidden})  # an owner may
+    shared.update("paper", mine["id"], {"draft": hidden})  # an owner may,
+    with pytest.raises(NotFound, match="there is no content"):  # where there is one: else the layer is not whole
+        shared.update("paper", mine["id"], {"draft": "0" * 64})
     with pytest.raises(Invalid, match="text can't become file"):
         shared.alter("paper", retype={"words": "file"})
 
