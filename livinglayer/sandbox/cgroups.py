@@ -64,11 +64,13 @@ class Cgroups:
         return True
 
     def _make(self) -> "Cgroup":
-        self._count += 1
-        return Cgroup(
-            self.version,
-            {controller: parent / f"{os.getpid()}-{self._count}" for controller, parent in self.parents.items()},
-        )
+        while True:
+            self._count += 1
+            name = f"{os.getpid()}-{self._count}"
+            directories = {controller: parent / name for controller, parent in self.parents.items()}
+            # A host before us may have had our pid, and its boxes live on: two in one would end together.
+            if not any(directory.exists() for directory in directories.values()):
+                return Cgroup(self.version, directories)
 
     def adopt(self, paths: dict[str, str]) -> "Cgroup":
         """The cgroup of a box that outlived an earlier host."""

@@ -41,6 +41,16 @@ def test_limits_of_a_cgroup_that_was_there_go_up_and_down(cgroups: Cgroups) -> N
         cgroups.close()
 
 
+def test_a_host_with_the_pid_of_one_before_it_shares_no_cgroup_with_its_boxes(cgroups: Cgroups, tmp_path: Path) -> None:
+    before, after = cgroups.take(64 << 20, 10, 1), Cgroups(tmp_path).take(64 << 20, 10, 1)
+    try:
+        assert set(before.directories.values()).isdisjoint(after.directories.values())
+    finally:
+        before.remove()
+        after.remove()
+        cgroups.close()
+
+
 def test_what_a_cgroup_refuses_is_named(cgroups: Cgroups) -> None:
     group = cgroups.take(64 << 20, 10, 1)
     try:
