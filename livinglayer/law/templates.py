@@ -513,7 +513,12 @@ class Making:
             _forget({"do": "image.remove", "name": base})
         self.step = "finalize"
         started = self._start(start, ready, {**env, **self.plan.env})
-        self.layer.ledger.write(self.call.execution, "main", lambda tx: self._finish(tx, env, started))
+        try:
+            self.layer.ledger.write(self.call.execution, "main", lambda tx: self._finish(tx, env, started))
+        except BaseException:
+            if kept := (started or {}).get("snapshot"):  # nothing names it
+                held.let_go(kept, f"{self.layer.id}/{self.build}")
+            raise
         self.log.add(f"template {self.row['name']} is built")
         return {"template": self.template, "build": self.build, "image": self.image}
 
