@@ -6,6 +6,7 @@ import copy
 import hashlib
 import inspect
 import json
+import secrets
 import threading
 import types
 import typing
@@ -16,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 from ..errors import Conflict, Denied, Invalid, LayerError, LimitExceeded, NotFound
-from ..substrate.ledger import Execution, Tx
+from ..substrate.ledger import Execution, Tx, Work
 from ..substrate.reads import clock
 from ..substrate.schema import MAIN
 from ..substrate.values import json_text, recordable
@@ -31,6 +32,7 @@ Object = dict[str, Any]
 Items = list[Any]
 RESULT = 65536  # bytes of what a verb gave that its execution keeps
 MANY = 100_000  # items of one argument
+TAKEN = 60.0  # seconds for which an idempotency key is one server's, longer than clients wait before they ask again
 KEPT = 1 << 20  # characters of a call's arguments that are kept
 TYPES = {str: "text", int: "int", float: "float", bool: "bool"}
 
@@ -219,10 +221,27 @@ def _once(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, key
             return json.loads(row[1])
         if found.sealed:
             return _do(layer, found, bound, asking, digest)
-        result = _do(layer, found, bound, asking)
-        kept = json_text("result", None if found.told_once else json.loads(dumps(result)))
-        layer.ledger.note(layer.execution_of(who), [("ledger_key", (who, key, digest, kept))])
-        return result
+        name, holder = f"key/{who}/{hashlib.sha256(key.encode()).hexdigest()}", secrets.token_hex(8)
+        if not layer.engine.lease(name, holder, TAKEN):  # by another server
+            raise _answering()
+        try:
+            result = _do(layer, found, bound, asking)
+            kept = json_text("result", None if found.told_once else json.loads(dumps(result)))
+
+            def note(work: Work) -> None:
+                tx = work.tx(layer.execution_of(who), bare=True)
+                if tx.kept(key) is None:  # it took so long that another server has done it too
+                    tx.fact("ledger_key", who, key, digest, kept)
+                    tx.finish()
+
+            layer.ledger.submit(note)
+            return result
+        finally:
+            layer.engine.release(name, holder)
+
+
+def _answering() -> Conflict:
+    return Conflict("a request with this idempotency key is being answered", hint="wait for its answer")
 
 
 _flying: set[tuple[str, int, str]] = set()
@@ -233,7 +252,7 @@ _lock = threading.Lock()
 def _alone(request: tuple[str, int, str]) -> Iterator[None]:
     with _lock:
         if request in _flying:
-            raise Conflict("a request with this idempotency key is being answered", hint="wait for its answer")
+            raise _answering()
         _flying.add(request)
     try:
         yield

@@ -257,7 +257,7 @@ class Tx:
         self.result: Any = None
         self._schema: tuple[Any, Schema] | None = None
         self._request: list[Any] = []
-        if execution.brief and execution.once is not None and self._kept(execution.once[0]) is not None:
+        if execution.brief and execution.once is not None and self.kept(execution.once[0]) is not None:
             raise Conflict(
                 "a request with this idempotency key was answered meanwhile", hint="ask for its answer again"
             )
@@ -862,7 +862,7 @@ class Tx:
         if self.key is None:
             return False
         digest = sha256(repr(request).encode()).hexdigest()
-        row = self._kept(self.key)
+        row = self.kept(self.key)
         if row is None:
             self._request = [digest]
             return False
@@ -871,7 +871,7 @@ class Tx:
         self.result, self.number = json.loads(row[1]), row[2]
         return True
 
-    def _kept(self, key: str) -> Any:
+    def kept(self, key: str) -> Any:
         return self.session.one(
             f"select digest, result, tx from {self.engine.schema_prefix}ledger_key where principal = ? and key = ?",
             (self.execution.principal, key),

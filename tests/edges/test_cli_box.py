@@ -402,7 +402,7 @@ def test_snapshots_are_kept_compared_and_removed(run: Run) -> None:
     assert re.search(rf"{held}.* some-layer\n", run("snapshots", "list").out)
     refused = run("snapshots", "remove", held)
     assert refused.code == 5 and "is held by some-layer" in refused.err
-    assert run("snapshots", "remove", held, "--all").code == 0
+    assert run("snapshots", "remove", held, "--force").code == 0
     assert run("snapshots", "list", "--json").json == []
 
 

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any
 from urllib.parse import urlencode
 
@@ -378,6 +379,13 @@ def test_a_query_ends_when_its_client_hangs_up(server: Server, owner: Asker) -> 
     assert time.monotonic() - began < 30
     refused = Asker(server, hasty)("GET", "/api/query", sql="select 1 as n", timeout="61")
     assert refused.code == (400, "invalid")
+
+
+def test_a_key_that_reads_like_a_content_is_a_conflict(server: Server, owner: Asker) -> None:
+    data = b"sent after its key was used"
+    digest = sha256(data).hexdigest()
+    server.layer.call("principal.define", name="of_a_key", key=f"content/{digest}")
+    assert owner("POST", "/api/blob", data).code == (409, "conflict")
 
 
 def test_one_content_sent_by_many_at_once_is_kept_once(server: Server, owner: Asker) -> None:

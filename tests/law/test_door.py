@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +117,31 @@ def test_a_key_that_another_process_used_meanwhile_does_nothing(items: Layer) ->
     with pytest.raises(Conflict, match="was answered meanwhile"):
         items.ledger.write(late, "main", lambda tx: tx.insert("item", {"name": "twice"}))
     assert items.query("select name from item") == []
+
+
+def test_a_key_is_one_servers_while_it_answers(items: Layer, location: str) -> None:
+    """Of verbs that are more than one tx: what is asked of two servers at once is done once."""
+    began, go = threading.Event(), threading.Event()
+    done: list[Any] = []
+
+    def slow(call: Any, *, name: str, **_: Any) -> str:
+        done.append(name)
+        began.set()
+        assert go.wait(20)
+        return name
+
+    found = dataclasses.replace(VERBS["branch.fork"], run=slow)
+    with livinglayer.open(location) as other, pytest.MonkeyPatch.context() as patched:
+        patched.setitem(VERBS, "branch.fork", found)
+        patched.setattr(verbs, "_alone", lambda _: contextlib.nullcontext())  # as in another process
+        first = threading.Thread(target=lambda: items.call("branch.fork", name="a", key="one"))
+        first.start()
+        assert began.wait(20)
+        with pytest.raises(Conflict, match="is being answered"):
+            other.call("branch.fork", name="a", key="one")
+        go.set()
+        first.join()
+        assert other.call("branch.fork", name="a", key="one") == "a" and done == ["a"]
 
 
 class Unread(list[Any]):

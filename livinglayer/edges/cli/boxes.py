@@ -776,7 +776,7 @@ def snapshots_diff(args: Namespace, out: Printer) -> None:
 @command(
     "box snapshots remove",
     arg("snapshots", nargs="+", metavar="SNAPSHOT", help="ids, or enough of their beginnings"),
-    arg("--all", action="store_true", help="also those that layers hold: boxes can't begin there any more"),
+    arg("--force", action="store_true", help="also those that layers hold: boxes can't begin there any more"),
     opens=False,
     place="host",
 )
@@ -785,9 +785,9 @@ def snapshots_remove(args: Namespace, out: Printer) -> None:
     removed = []
     for word in args.snapshots:
         id = snapshot_id(word)
-        if held := host({"do": "snapshot.remove", "snapshot": id, "all": args.all})["held"]:
+        if held := host({"do": "snapshot.remove", "snapshot": id, "all": args.force})["held"]:
             raise Conflict(
-                f"snapshot {id} is held by {_layers(held)}", hint="box.forget there; --all removes it all the same"
+                f"snapshot {id} is held by {_layers(held)}", hint="box.forget there; --force removes it all the same"
             )
         removed.append(id)
         out.say(f"Removed snapshot {id}")

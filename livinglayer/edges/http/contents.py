@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from ...errors import Denied
+from ...errors import Conflict, Denied
 from ...substrate.blobs import SENT, sent
 from ...substrate.ledger import Work
 from ...substrate.reads import clock
@@ -38,10 +38,13 @@ def store(layer: Layer, data: bytes) -> str:
         known = sent(layer.engine, session, [layer.my_id], digest)
 
     def note(work: Work) -> None:
-        if not sent(layer.engine, work.session, [layer.my_id], digest):  # by the same, at the same time
-            tx = work.tx(layer.execution_of(layer.my_id), bare=True)
+        tx = work.tx(layer.execution_of(layer.my_id), bare=True)
+        row = tx.kept(SENT + digest)
+        if row is None:  # else it was sent by the same, at the same time
             tx.fact("ledger_key", layer.my_id, SENT + digest, digest, "null")
             tx.finish()
+        elif row[0] != digest:
+            raise Conflict(f"idempotency key '{SENT}{digest}' was used for another request", hint="use others")
 
     if not known:
         layer.ledger.submit(note)

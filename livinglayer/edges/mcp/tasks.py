@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from .tools import Object, Use, answer, failure
 
 EXTENSION = "io.modelcontextprotocol/tasks"
 POLL = 1000  # milliseconds
+WAKING = 5  # seconds that a command has to begin before whoever would end it asks again
 KEY = "approval-"
 
 
@@ -186,10 +188,17 @@ def cancel(caller: Caller, task: str) -> None:
     if row["status"] != "running":
         return
     if row["kind"] == "verb" and row["verb"] == "box.run":
-        box = held.mine(caller.layer, caller.principal, row["arguments"]["box"], False)
-        with contextlib.suppress(NotFound):  # it has ended meanwhile
-            Sandbox.connect(box["id"]).signal(signal.SIGKILL, tag=row["arguments"]["tag"], tree=True)
-        return
+        given = row["arguments"] or {}
+        if "tag" not in given:  # they were too long to keep
+            raise Conflict("this command can't be ended by itself", hint="end its box, with box_destroy")
+        box = held.mine(caller.layer, caller.principal, given["box"], False)
+        for _ in range(WAKING * 4):
+            with contextlib.suppress(NotFound):  # it has not begun yet, or has ended meanwhile
+                return Sandbox.connect(box["id"]).signal(signal.SIGKILL, tag=given["tag"], tree=True)
+            if own(caller, row["id"])["status"] != "running":
+                return
+            time.sleep(0.25)
+        raise Conflict("this command has not begun: its box is not awake", hint="ask again")
     try:
         agents.find(caller.layer, row["id"])
         caller.layer.call("agent.stop", {"agent": str(row["id"])})
