@@ -395,7 +395,7 @@ def build(
     _begin(layer, call, row["name"], build)
     log = Log(layer, call.execution)
     with TURNS.turn((layer.id, principal), lambda others: _wait(log, others)):
-        return _made(Making(layer, call, row, build, plan, log), image, origin, start, ready, force, login)
+        return _made(Making(layer, call, row, build, plan, log), image, parent, start, ready, force, login)
 
 
 def _wait(log: Log, others: int) -> None:
@@ -403,9 +403,9 @@ def _wait(log: Log, others: int) -> None:
     log.flush()
 
 
-def _made(making: Making, image: str | None, origin: Mapping[str, Any] | None, *more: Any) -> Any:
+def _made(making: Making, image: str | None, parent: str | None, *more: Any) -> Any:
     try:
-        return making.act(image, origin, *more)
+        return making.act(image, parent, *more)
     except LayerError as error:
         failed = Failed(error, making.step, making.doing)
         making.log.add(failed.message, "error", making.step)
@@ -499,10 +499,15 @@ class Making:
         self.until = time.monotonic() + seconds()
 
     def act(
-        self, image: str | None, origin: Mapping[str, Any] | None, start: str | None, ready: str | None, force: bool,
+        self, image: str | None, parent: str | None, start: str | None, ready: str | None, force: bool,
         login: Mapping[str, Any] | None,
     ) -> dict[str, Any]:  # fmt: skip
         """Do all of it, and give the template's tags what came of it."""
+        # It may have waited for its turn: what was narrowed or taken away meanwhile counts.
+        principal = self.call.asking.principal
+        _may(self.layer, principal)
+        self.row = _mine(self.layer, principal, self.template)
+        origin = _opened(self.layer, principal, parent) if parent else None
         base, env = self._parent(origin) if origin else self._base(str(image), login)
         steps = [{**step, "env": {**env, **step["env"]}} if "env" in step else step for step in self.plan.steps]
         self._host(

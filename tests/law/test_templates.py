@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from sandbox.hosts import Host
 
@@ -56,6 +59,24 @@ def test_a_template_from_its_first_build_to_its_end(room: Layer) -> None:
         room.call("template.create", {"name": "his"}, principal="bob")
     room.call("template.remove", {"template": "tools"}, principal="ann")
     assert [row["name"] for row in room.query("select name from blueprint")] == ["base"]
+
+
+def test_a_build_that_waits_has_the_rights_of_when_it_begins(room: Layer) -> None:
+    made = room.call("template.create", {"name": "late"}, principal="ann")
+    me = room.query("select id from principal where name = 'ann'")[0]["id"]
+    given = {"template": "late", "build": made["build"], "image": "e2bdev/base"}
+    [right] = room.query("select id from permission where resource = 'verb:template.build'")
+    with contextlib.ExitStack() as others, ThreadPoolExecutor(1) as pool:
+        for _ in range(4):
+            others.enter_context(templates.TURNS.turn((room.id, me), lambda _: None))
+        build = pool.submit(room.call, "template.build", given, principal="ann")
+        while not templates.status(room, templates.find(room, me, "late"), made["build"])["log"]:
+            assert not build.done()
+        room.revoke(right["id"])
+        others.close()
+        with pytest.raises(LayerError, match=r"verb:template\.build"):
+            build.result(60)
+    assert templates.status(room, templates.find(room, me, "late"), made["build"])["status"] == "error"
 
 
 def test_a_volume_is_a_row_of_its_makers(room: Layer) -> None:
