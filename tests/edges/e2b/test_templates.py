@@ -336,7 +336,7 @@ def test_uploads_count_while_they_come_in(server: Server) -> None:
 
 def test_uploads_are_counted(server: Server) -> None:
     made = ask(server, "POST", "/v3/templates", {"name": "many"})[1]
-    link = ask(server, "GET", f"/templates/{made['templateID']}/files/{'ab' * 32}")[1]["url"]
+    link = ask(server, "GET", f"/templates/{made['templateID']}/files/{'e7' * 32}")[1]["url"]
     here = Path(server.environment["LAYER_STATE"], "uploads", server.layer.id, link.split("/uploads/")[1].split("/")[0])
     here.mkdir(parents=True, exist_ok=True)
     coming = [here / f".{n}.new" for n in range(32)]
