@@ -258,7 +258,10 @@ static int open_path(const char *path, int flags, mode_t mode) {
     how.resolve = 0;
     if (!*path) path = ".";
 #endif
-    return syscall(SYS_openat2, root, path, &how, sizeof how);
+    int fd, tries = 100; // EAGAIN: there is a ".." on the way, and something was renamed or mounted meanwhile, anywhere
+    do fd = syscall(SYS_openat2, root, path, &how, sizeof how);
+    while (fd < 0 && errno == EAGAIN && --tries);
+    return fd;
 }
 
 // Opens the directory that holds `path` and points at the last name.
@@ -894,8 +897,14 @@ static void add_watch(struct talk *talk, const char *path, const char *name, int
         free(talk->watched[number]);
         talk->watched[number] = strdup(name);
     }
-    DIR *directory = talk->recursive && level < TREE_DEPTH ? fdopendir(fd) : NULL;
-    if (!directory) { close(fd); return; }
+    // Opened anew to be read: btrfs does not show through a descriptor what came after it, and that may be before the watch.
+    int again = talk->recursive && level < TREE_DEPTH ? openat(fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+    close(fd);
+    DIR *directory = again >= 0 ? fdopendir(again) : NULL;
+    if (!directory) {
+        if (again >= 0) close(again);
+        return;
+    }
     struct dirent *entry;
     while ((entry = readdir(directory))) {
         if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..") || (entry->d_type != DT_DIR && !late)) continue;
