@@ -11,7 +11,7 @@ import threading
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -210,7 +210,9 @@ def _once(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, key
     # of what is hidden nobody shall find out by guessing
     digest = hashlib.pbkdf2_hmac("sha256", request, key.encode(), 100_000 if found.hidden else 1).hex()
     at, who = layer.engine.schema_prefix, asking.principal
-    with _alone((layer.id, who, key)):
+    name = f"key/{who}/{hashlib.sha256(key.encode()).hexdigest()}"
+    # Looked up only when nobody else is at it, or what is done between looking and doing would be done twice.
+    with _alone((layer.id, who, key)), nullcontext() if found.sealed else _leased(layer.engine, name):
         with layer.engine.reading() as session:
             row = session.one(f"select digest, result from {at}ledger_key where principal = ? and key = ?", (who, key))
         if row is not None:
@@ -221,23 +223,29 @@ def _once(layer: Any, found: Verb, bound: Mapping[str, Any], asking: Asking, key
             return json.loads(row[1])
         if found.sealed:
             return _do(layer, found, bound, asking, digest)
-        name, holder = f"key/{who}/{hashlib.sha256(key.encode()).hexdigest()}", secrets.token_hex(8)
-        if not layer.engine.lease(name, holder, TAKEN):  # by another server
-            raise _answering()
-        try:
-            result = _do(layer, found, bound, asking)
-            kept = json_text("result", None if found.told_once else json.loads(dumps(result)))
+        result = _do(layer, found, bound, asking)
+        kept = json_text("result", None if found.told_once else json.loads(dumps(result)))
 
-            def note(work: Work) -> None:
-                tx = work.tx(layer.execution_of(who), bare=True)
-                if tx.kept(key) is None:  # it took so long that another server has done it too
-                    tx.fact("ledger_key", who, key, digest, kept)
-                    tx.finish()
+        def note(work: Work) -> None:
+            tx = work.tx(layer.execution_of(who), bare=True)
+            if tx.kept(key) is None:  # it took so long that another server has done it too
+                tx.fact("ledger_key", who, key, digest, kept)
+                tx.finish()
 
-            layer.ledger.submit(note)
-            return result
-        finally:
-            layer.engine.release(name, holder)
+        layer.ledger.submit(note)
+        return result
+
+
+@contextmanager
+def _leased(engine: Any, name: str) -> Iterator[None]:
+    """While no other server has it."""
+    holder = secrets.token_hex(8)
+    if not engine.lease(name, holder, TAKEN):
+        raise _answering()
+    try:
+        yield
+    finally:
+        engine.release(name, holder)
 
 
 def _answering() -> Conflict:

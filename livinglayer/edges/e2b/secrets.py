@@ -63,7 +63,7 @@ async def handle(serving: Serving, request: Request, caller: Caller | None = Non
                 raise Conflict(f"a secret {name!r} exists already", hint="POST /secrets/NAME gives it another value")
             try:
                 await call("secret.set", name=variable(name), value=value, description=notes)
-            except (Denied, NotFound):  # in the same words whether there is one of this name or not
+            except Denied:  # by the name that the client gave it
                 raise Denied(f"{caller.name} may not keep secret {name!r}", hint="an owner can grant it") from None
             return JSONResponse(await find(name), 201)
         case "GET", text:
